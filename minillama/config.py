@@ -1,0 +1,559 @@
+"""The config: every field, its default, its rule; read from YAML, overridden by dotted names.
+
+    file.yaml ──read──▶ mapping ──overrides──▶ mapping ──check──▶ RunConfig ──resolve──▶ RunConfig
+
+``check`` reports every fault at once.  ``resolve`` alone fills in what follows
+from other fields (vocabulary size, head dim, ...); after it nothing changes: the models are frozen.
+
+This module imports no torch, so that a faulty config is refused in well under a second.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import sentencepiece
+import yaml
+from pydantic import (
+    BaseModel,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from minillama.errors import ConfigError, Fault
+from minillama.plugins import load_plugins
+from minillama.reading import (
+    Section,
+    check,
+    faults_of,
+    override,
+    parse_overrides,
+    read_yaml,
+    refuse,
+)
+from minillama.registry import Registry, unknown_name
+
+BYTE_VOCAB_SIZE = 259  # unk, bos, eos and the 256 bytes
+MIN_BPE_VOCAB_SIZE = 270  # unk, bos, eos, the 256 bytes and a little to learn
+DEFAULT_BPE_VOCAB_SIZE = 512
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$")]
+
+
+# ---------------------------------------------------------------------------------------- norms
+
+
+class RMSNormOptions(Section):
+    """Options of ``kind: rmsnorm``; see :class:`minillama.model.norms.RMSNorm`."""
+
+    affine: bool = Field(True, description="learn a gain γ")
+    unit_offset: bool = Field(False, description="gain is 1 + w with w starting at 0 (Gemma)")
+    partial: float = Field(1.0, gt=0, le=1, description="share of features the rms is taken from")
+
+    @model_validator(mode="after")
+    def _check(self) -> RMSNormOptions:
+        if self.unit_offset and not self.affine:
+            refuse([Fault("unit_offset", True, "needs affine: true, since it is about the gain")])
+        return self
+
+
+class LayerNormOptions(Section):
+    """Options of ``kind: layernorm``; see :class:`minillama.model.norms.LayerNorm`."""
+
+    affine: bool = Field(True, description="learn a gain γ (and, with bias, a shift β)")
+    bias: bool = Field(True, description="learn a shift β; has no effect without affine")
+
+
+class NoOptions(Section):
+    """Options of a kind that has none."""
+
+
+NORM_KINDS: Registry[type[BaseModel]] = Registry("norm kind")
+"""Each kind's options.  ``minillama.model.norms`` builds the kinds; plugins add to both."""
+NORM_KINDS.register("rmsnorm", RMSNormOptions)
+NORM_KINDS.register("layernorm", LayerNormOptions)
+NORM_KINDS.register("none", NoOptions)
+
+PLACEMENTS: Registry[str] = Registry("norm placement")
+"""Each placement's formula.  ``minillama.model.placement`` holds the table itself."""
+PLACEMENTS.register("pre", "x + f(N(x))")
+PLACEMENTS.register("post", "N(x + f(x))")
+PLACEMENTS.register("reordered", "x + N(f(x))")
+PLACEMENTS.register("peri", "x + N(f(N(x)))")
+
+
+class NormConfig(Section):
+    """Which norm, and where it stands."""
+
+    kind: str = Field("rmsnorm", description="a registered norm kind; `minillama norms` lists them")
+    eps: NonNegativeFloat = Field(1e-6, description="ε, added inside the root")
+    placement: str = Field("pre", description="where the norm stands around each sub-layer")
+    qk_norm: Literal["none", "head", "full"] = Field(
+        "none", description="RMSNorm of queries and keys before RoPE: per head, or over all heads"
+    )
+    embed_norm: bool = Field(False, description="a norm after the embedding")
+    final_norm: bool | None = Field(
+        None, description="a norm before the head; default: as the placement has it"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="the options of this kind of norm"
+    )
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, kind: str) -> str:
+        if kind not in NORM_KINDS:
+            raise ValueError(unknown_name(NORM_KINDS.what, kind, NORM_KINDS))
+        return kind
+
+    @field_validator("placement")
+    @classmethod
+    def _known_placement(cls, placement: str) -> str:
+        if placement not in PLACEMENTS:
+            raise ValueError(unknown_name(PLACEMENTS.what, placement, PLACEMENTS))
+        return placement
+
+    @field_validator("options")
+    @classmethod
+    def _options_of_kind(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if "kind" not in info.data:  # the kind itself is at fault, and is reported
+            return options
+        model = NORM_KINDS.get(info.data["kind"])
+        try:
+            return model(**options).model_dump()
+        except ValidationError as error:
+            refuse(faults_of(error, model))
+        raise AssertionError("unreachable")
+
+
+# ---------------------------------------------------------------------------------------- model
+
+
+class LinearRopeScaling(Section):
+    """Positions divided by ``factor`` (Chen 2023, position interpolation)."""
+
+    kind: Literal["linear"]
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
+
+class Llama3RopeScaling(Section):
+    """Low frequencies divided by ``factor``, high ones kept, a ramp between (Llama 3.1)."""
+
+    kind: Literal["llama3"]
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 8.0
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_seq_len: Positive = 8192
+
+    @model_validator(mode="after")
+    def _check(self) -> Llama3RopeScaling:
+        if self.high_freq_factor <= self.low_freq_factor:
+            refuse(
+                [Fault("high_freq_factor", self.high_freq_factor, "must exceed low_freq_factor")]
+            )
+        return self
+
+
+RopeScaling = Annotated[LinearRopeScaling | Llama3RopeScaling, Field(discriminator="kind")]
+
+
+class ModelConfig(Section):
+    """The shape of the transformer."""
+
+    vocab_size: Positive | None = Field(None, description="default: the tokenizer's")
+    dim: Positive = Field(128, description="width of the residual stream")
+    n_layers: Positive = 4
+    n_heads: Positive = 4
+    n_kv_heads: Positive | None = Field(
+        None, description="heads of keys and values (GQA); default: n_heads"
+    )
+    head_dim: Positive | None = Field(None, description="default: dim / n_heads")
+    ffn_dim: Positive | None = Field(
+        None, description="inner width of the MLP; default: 8/3 dim, rounded up to 32"
+    )
+    max_seq_len: Positive = Field(256, description="longest context in tokens")
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = Field(True, description="the head shares the embedding's weights")
+    init: Literal["normal", "fan_in"] = Field(
+        "normal",
+        description="normal: std 0.02, o_proj and down_proj divided by √(2·n_layers); "
+        "fan_in: std 1/√fan_in",
+    )
+    norm: NormConfig = NormConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        faults = []
+        if self.head_dim is None and self.dim % self.n_heads:
+            rule = f"is not divisible by n_heads = {self.n_heads}; change one, or set head_dim"
+            faults.append(Fault("dim", self.dim, rule, "n_heads"))
+        elif (self.head_dim or self.dim // self.n_heads) % 2:
+            size = self.head_dim or self.dim // self.n_heads
+            rule = "must be even, since RoPE turns pairs of features"
+            rule += "" if self.head_dim else " (head_dim is dim / n_heads)"
+            faults.append(Fault("head_dim", size, rule))
+        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
+            rule = f"is not divisible by n_kv_heads = {self.n_kv_heads}"
+            faults.append(Fault("n_heads", self.n_heads, rule, "n_kv_heads"))
+        refuse(faults)
+        return self
+
+    def resolve(self, vocab_size: int | None = None) -> ModelConfig:
+        """Return a copy with every default that follows from another field filled in.
+
+        Raises:
+            ConfigError: no vocabulary size is known.
+        """
+        vocab_size = self.vocab_size or vocab_size
+        if vocab_size is None:
+            raise ConfigError("model.vocab_size is not set and no tokenizer gives it; set it")
+        return self.model_copy(
+            update={
+                "vocab_size": vocab_size,
+                "n_kv_heads": self.n_kv_heads or self.n_heads,
+                "head_dim": self.head_dim or self.dim // self.n_heads,
+                "ffn_dim": self.ffn_dim or 32 * math.ceil(self.dim * 8 / 3 / 32),
+            }
+        )
+
+
+# --------------------------------------------------------------------------- tokenizer and data
+
+
+class TokenizerConfig(Section):
+    """How text becomes ids."""
+
+    kind: Literal["bpe", "byte"] = Field(
+        "bpe", description="bpe: sentencepiece, trained on the data; byte: one id per UTF-8 byte"
+    )
+    vocab_size: Positive | None = Field(None, description="ids in all; bpe only, default 512")
+    path: str | None = Field(None, description="a sentencepiece model to use instead of training")
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizerConfig:
+        faults = []
+        if self.kind == "byte":
+            if self.vocab_size not in (None, BYTE_VOCAB_SIZE):
+                rule = f"a byte tokenizer always has {BYTE_VOCAB_SIZE} ids; leave this out"
+                faults.append(Fault("vocab_size", self.vocab_size, rule))
+            if self.path is not None:
+                faults.append(Fault("path", self.path, "a byte tokenizer has no file"))
+        elif self.path is None and (self.vocab_size or DEFAULT_BPE_VOCAB_SIZE) < MIN_BPE_VOCAB_SIZE:
+            rule = (
+                f"must be at least {MIN_BPE_VOCAB_SIZE}: 256 bytes, 3 special ids and some pieces"
+            )
+            faults.append(Fault("vocab_size", self.vocab_size, rule))
+        refuse(faults)
+        return self
+
+
+class PydocsSource(Section):
+    """English prose that ships with CPython: manual pages and docstrings; needs no network."""
+
+    kind: Literal["pydocs"]
+
+
+class FilesSource(Section):
+    """The user's own files, or URLs of files."""
+
+    kind: Literal["files"]
+    files: Annotated[list[str], Field(min_length=1)]
+    format: Literal["text", "json", "csv", "parquet"] = Field(
+        "text", description="text: each file is one document; else each row is one"
+    )
+    text_field: str = Field("text", description="the column that holds the text (not for text)")
+
+    @field_validator("files", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, files: Any) -> Any:
+        return [files] if isinstance(files, str) else files
+
+
+class HubSource(Section):
+    """A data set of the Hugging Face hub, through ``datasets.load_dataset``."""
+
+    kind: Literal["hub"]
+    path: str
+    name: str | None = Field(None, description="the data set's configuration, where it has several")
+    split: str = "train"
+    text_field: str = "text"
+    streaming: bool = Field(False, description="read over the network without a full download")
+    revision: str | None = Field(None, description="a commit, branch or tag of the data set")
+    max_documents: Positive | None = Field(None, description="stop after so many documents")
+
+
+Source = Annotated[PydocsSource | FilesSource | HubSource, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    """Where text comes from and how it is cut."""
+
+    source: Source = PydocsSource(kind="pydocs")
+    seq_len: Positive = Field(128, description="tokens in a training window")
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.05, description="share of the text's bytes that is held out"
+    )
+    split_seed: NonNegative = Field(
+        0,
+        description="shuffles documents before the split; not train.seed, so that runs with "
+        "different seeds are judged on the same held-out text",
+    )
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: PositiveFloat = Field(1e-3, description="the peak learning rate")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="the last step's learning rate over the peak"
+    )
+    warmup_steps: NonNegative = 0
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="after the warm-up; wsd holds the peak, then falls over the last fifth",
+    )
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = Field(
+        0.1, description="decoupled, on matrices only: never on norms, gains or biases"
+    )
+    grad_clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0: no clipping")
+    z_loss: NonNegativeFloat = Field(0.0, description="weight of mean (log Z)² in the loss")
+
+
+class TrainConfig(Section):
+    """The length of the run, its machine and what it leaves behind."""
+
+    steps: Positive = 1000
+    batch_size: Positive = Field(16, description="windows in a step")
+    micro_batch_size: Positive | None = Field(
+        None, description="windows in a forward pass; gradients of a step add up; default: all"
+    )
+    seed: NonNegative = Field(0, description="of initial weights and of the order of batches")
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="bfloat16: autocast; weights and optimizer stay float32"
+    )
+    compile: bool = Field(False, description="torch.compile the model")
+    eval_every: NonNegative = Field(
+        100, description="steps between validations; 0: at both ends only"
+    )
+    save_every: NonNegative = Field(
+        0,
+        description="steps between checkpoints; 0: only at the end and where a validation is best",
+    )
+    keep_last: Positive = Field(2, description="newest checkpoints to keep, besides the best")
+    log_every: Positive = Field(1, description="steps between training lines in metrics.jsonl")
+    probe_every: NonNegative = Field(0, description="steps between probe lines; 0: none")
+    sample_prompt: str | None = Field(None, description="text to continue at the end of the run")
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    name: Name = "run"
+    out_dir: str | None = Field(None, description="the run folder; default: runs/NAME")
+    plugins: list[str] = Field(
+        default_factory=list, description="modules or .py files that register norms of your own"
+    )
+    loggers: list[Literal["tensorboard"]] = Field(
+        default_factory=list, description="besides metrics.jsonl, which is always written"
+    )
+    model: ModelConfig = ModelConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        faults = []
+        if self.data.seq_len > self.model.max_seq_len:
+            rule = f"is above model.max_seq_len = {self.model.max_seq_len}; lower it or raise that"
+            faults.append(Fault("data.seq_len", self.data.seq_len, rule, "model.max_seq_len"))
+        if self.optim.warmup_steps > self.train.steps:
+            rule = f"the warm-up is longer than the run, train.steps = {self.train.steps}"
+            faults.append(Fault("optim.warmup_steps", self.optim.warmup_steps, rule, "train.steps"))
+        micro = self.train.micro_batch_size
+        if micro is not None and self.train.batch_size % micro:
+            rule = f"does not divide train.batch_size = {self.train.batch_size}"
+            faults.append(Fault("train.micro_batch_size", micro, rule, "train.batch_size"))
+        refuse(faults)
+        return self
+
+
+# ------------------------------------------------------------------------------------- ablation
+
+
+class RunnerConfig(Section):
+    """How the cells of an ablation are spread over the machine."""
+
+    kind: Literal["local"] = "local"
+    workers: Positive | None = Field(
+        None, description="processes that train at once; default: one a core"
+    )
+    threads: Positive | None = Field(None, description="of each worker; default: cores / workers")
+
+
+class AblationConfig(Section):
+    """A grid of runs: arms × learning rates × seeds."""
+
+    name: Name = "ablation"
+    out_dir: str | None = Field(None, description="the ablation's folder; default: runs/NAME")
+    base: str | dict[str, Any] = Field(
+        description="the run config that every cell starts from: a file, seen from this one, or a "
+        "mapping"
+    )
+    arms: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)] = Field(
+        description="each arm's overrides, by dotted name"
+    )
+    baseline: str = Field(description="the arm that the others are compared with")
+    lr: Annotated[list[PositiveFloat], Field(min_length=1)]
+    seeds: list[NonNegative] = Field([0], min_length=1)
+    runner: RunnerConfig = RunnerConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> AblationConfig:
+        faults = []
+        if self.baseline not in self.arms:
+            faults.append(
+                Fault("baseline", self.baseline, unknown_name("arm", self.baseline, self.arms))
+            )
+        for field in ("lr", "seeds"):
+            values = getattr(self, field)
+            if len(set(values)) < len(values):
+                faults.append(Fault(field, values, "names a value twice"))
+        refuse(faults)
+        return self
+
+
+# ------------------------------------------------------------------------------------ load, resolve
+
+OWNED_BY_KIND = {
+    "data.source": None,
+    "model.rope_scaling": None,
+    "tokenizer": ("vocab_size", "path"),
+    "model.norm": ("options",),
+}
+"""What belongs to a section's ``kind`` (None: everything), and goes when an override changes it."""
+
+
+def parse_run(raw: Mapping[str, Any], where: str) -> RunConfig:
+    """Check a run config given as a mapping and resolve it.
+
+    Raises:
+        ConfigError: with every fault; ``where`` names the config in its message.
+    """
+    plugins = raw.get("plugins")
+    if isinstance(plugins, list) and all(isinstance(plugin, str) for plugin in plugins):
+        load_plugins(plugins)
+    return resolve(check(RunConfig, raw, where), where)
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a run config, apply dotted ``overrides`` such as ``"optim.lr=1e-3"``, check, resolve.
+
+    ``path`` is a YAML file, or a run folder, whose ``config.yaml`` is read.
+
+    Raises:
+        ConfigError: the file, an override or any entry is wrong; all entries at once.
+    """
+    return parse_run(
+        override(read_yaml(path), parse_overrides(overrides), OWNED_BY_KIND), str(path)
+    )
+
+
+def resolve(config: RunConfig, where: str = "config") -> RunConfig:
+    """Fill in all that follows from other fields; resolving twice changes nothing.
+
+    Raises:
+        ConfigError: fields that only now can be compared do not fit.
+    """
+    load_plugins(config.plugins)
+    tokenizer = config.tokenizer
+    if tokenizer.kind == "byte":
+        tokenizer = tokenizer.model_copy(update={"vocab_size": BYTE_VOCAB_SIZE})
+    elif tokenizer.path is not None:
+        size = _sentencepiece_size(tokenizer.path, where)
+        if tokenizer.vocab_size not in (None, size):
+            rule = f"the model at tokenizer.path has {size} ids; leave this out"
+            fault = Fault("tokenizer.vocab_size", tokenizer.vocab_size, rule)
+            raise ConfigError.of_faults(where, [fault])
+        path = str(Path(tokenizer.path).absolute())
+        tokenizer = tokenizer.model_copy(update={"vocab_size": size, "path": path})
+    elif tokenizer.vocab_size is None:
+        tokenizer = tokenizer.model_copy(update={"vocab_size": DEFAULT_BPE_VOCAB_SIZE})
+    assert tokenizer.vocab_size is not None
+    if config.model.vocab_size is not None and config.model.vocab_size < tokenizer.vocab_size:
+        rule = f"is smaller than the tokenizer's {tokenizer.vocab_size} ids; leave it out"
+        fault = Fault("model.vocab_size", config.model.vocab_size, rule, "tokenizer.vocab_size")
+        raise ConfigError.of_faults(where, [fault])
+    train = config.train
+    return config.model_copy(
+        update={
+            "out_dir": config.out_dir or f"runs/{config.name}",
+            "plugins": [
+                str(Path(p).absolute()) if p.endswith(".py") else p for p in config.plugins
+            ],
+            "model": config.model.resolve(tokenizer.vocab_size),
+            "tokenizer": tokenizer,
+            "train": train.model_copy(
+                update={"micro_batch_size": train.micro_batch_size or train.batch_size}
+            ),
+        }
+    )
+
+
+def _sentencepiece_size(path: str, where: str) -> int:
+    try:
+        return int(sentencepiece.SentencePieceProcessor(model_file=path).vocab_size())
+    except (OSError, RuntimeError):
+        rule = "is not a sentencepiece model file" if Path(path).is_file() else "no such file"
+        raise ConfigError.of_faults(where, [Fault("tokenizer.path", path, rule)]) from None
+
+
+def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationConfig:
+    """Read an ablation config; ``base.`` in an override leads into the run config it starts from.
+
+    In the result ``base`` is a mapping, whatever the file had, so that it stands on its own.
+
+    Raises:
+        ConfigError: the file, an override or any entry of the grid itself is wrong.  The runs are
+            checked by :func:`minillama.ablation.grid.cells`.
+    """
+    path = Path(path)
+    raw = read_yaml(path)
+    if isinstance(raw.get("base"), str):
+        raw = {**raw, "base": read_yaml(path.parent / raw["base"])}
+    owned = {f"base.{section}": keys for section, keys in OWNED_BY_KIND.items()}
+    config = check(AblationConfig, override(raw, parse_overrides(overrides), owned), str(path))
+    return config.model_copy(update={"out_dir": config.out_dir or f"runs/{config.name}"})
+
+
+def to_yaml(config: Section) -> str:
+    """Write a config as YAML that :func:`load_config` reads back equal."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def json_schema() -> str:
+    """Return the JSON schema of a run config, for editors."""
+    return json.dumps(RunConfig.model_json_schema(), indent=2)

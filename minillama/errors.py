@@ -1,0 +1,107 @@
+"""Every error that minillama raises on purpose, and the exit status a command ends with.
+
+    MinillamaError                      1    neither of the below
+    ├── ConfigError (a ValueError)      2    the config or the arguments are wrong
+    │   └── UnknownNameError            2    a name that no registry holds
+    ├── DataError                       2    the user's text cannot be used as it is
+    │   └── SourceUnreachableError      1    the network, not the user, is at fault
+    ├── TokenizerError                  2    the vocabulary and the text do not fit
+    ├── CheckpointError                 1    a checkpoint is damaged or does not match
+    ├── RunFolderError                  1    the run folder cannot be written
+    ├── DivergedError                   3    loss or gradient is no longer finite
+    └── InterruptedRunError             130  stopped by Ctrl-C or SIGTERM, after a clean save
+
+A message is one sentence on what is wrong and where, and one on what to do.  An ``assert`` in this
+package guards what only we could break; whatever a user can break raises one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+class MinillamaError(Exception):
+    """The root of the tree; ``exit_status`` is what the command line ends with."""
+
+    exit_status: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One wrong entry of a config: its dotted path, the value found there and the rule it breaks.
+
+    ``other`` is the path of the field that ``rule`` compares it with, if there is one.
+    """
+
+    path: str
+    value: Any
+    rule: str
+    other: str = ""
+
+    def __str__(self) -> str:
+        shown = repr(self.value)
+        if len(shown) > 60:
+            shown = shown[:57] + "..."
+        return f"{self.path} = {shown}: {self.rule}" if self.path else self.rule
+
+
+class ConfigError(MinillamaError, ValueError):
+    """The config or the arguments are wrong; ``faults`` lists every wrong entry of a config."""
+
+    exit_status = 2
+
+    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(message)
+        self.faults = tuple(faults)
+
+    @classmethod
+    def of_faults(cls, where: str, faults: Sequence[Fault]) -> ConfigError:
+        """Build the error that reports all ``faults`` of the config ``where`` at once."""
+        if len(faults) == 1:
+            return cls(f"{where}: {faults[0]}", faults)
+        lines = "\n".join(f"  {fault}" for fault in faults)
+        return cls(f"{where}: {len(faults)} faults\n{lines}", faults)
+
+
+class UnknownNameError(ConfigError):
+    """A name that no registry holds."""
+
+
+class DataError(MinillamaError):
+    """The user's text cannot be used as it is."""
+
+    exit_status = 2
+
+
+class SourceUnreachableError(DataError):
+    """A hub or URL source needs a network that is not there."""
+
+    exit_status = 1
+
+
+class TokenizerError(MinillamaError):
+    """The vocabulary and the text do not fit, or a tokenizer file is not one."""
+
+    exit_status = 2
+
+
+class CheckpointError(MinillamaError):
+    """A checkpoint is damaged, incomplete or does not match the model it is loaded into."""
+
+
+class RunFolderError(MinillamaError):
+    """The run folder cannot be written, or its disk is full."""
+
+
+class DivergedError(MinillamaError):
+    """Training stopped before an update because the loss or a gradient was not finite."""
+
+    exit_status = 3
+
+
+class InterruptedRunError(MinillamaError):
+    """Training was stopped by Ctrl-C or SIGTERM; its state was saved first."""
+
+    exit_status = 130

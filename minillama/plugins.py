@@ -1,0 +1,56 @@
+"""A user's own modules, imported so that what they register is known."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from minillama.errors import ConfigError, MinillamaError
+
+_LOADED_PLUGINS: dict[str, Any] = {}
+
+
+def load_plugins(plugins: Sequence[str]) -> None:
+    """Import each plugin, once a process, so that what it registers is known.
+
+    A plugin is a module's dotted name or the path of a ``.py`` file; both are seen from the current
+    folder.
+
+    Raises:
+        ConfigError: a plugin is missing or raises.
+    """
+    for index, plugin in enumerate(plugins):
+        is_file = plugin.endswith(".py")
+        key = str(Path(plugin).resolve()) if is_file else plugin
+        if key in _LOADED_PLUGINS:
+            continue
+        try:
+            if not is_file:
+                if "" not in sys.path and str(Path.cwd()) not in sys.path:
+                    sys.path.append(str(Path.cwd()))
+                _LOADED_PLUGINS[key] = importlib.import_module(plugin)
+                continue
+            if not Path(key).is_file():
+                raise FileNotFoundError("no such file")
+            spec = importlib.util.spec_from_file_location(f"minillama_plugin_{Path(key).stem}", key)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            _LOADED_PLUGINS[key] = module
+        except MinillamaError as error:
+            raise ConfigError(f"plugins.{index} = {plugin!r}: {error}") from None
+        except Exception as error:
+            place = ""
+            trace = error.__traceback__
+            while trace is not None:
+                if trace.tb_frame.f_code.co_filename == key:
+                    place = f" (line {trace.tb_lineno})"
+                trace = trace.tb_next
+            raise ConfigError(
+                f"plugins.{index} = {plugin!r}: {type(error).__name__}: {error}{place}"
+            ) from error
