@@ -423,13 +423,30 @@ class AblationConfig(Section):
         description="the run config that every cell starts from: a file, seen from this one, or a "
         "mapping"
     )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict, description="overrides of the base for every cell, by dotted name"
+    )
     arms: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)] = Field(
         description="each arm's overrides, by dotted name"
+    )
+    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="dotted names and their values; every arm is run with every combination",
     )
     baseline: str = Field(description="the arm that the others are compared with")
     lr: Annotated[list[PositiveFloat], Field(min_length=1)]
     seeds: list[NonNegative] = Field([0], min_length=1)
+    margin: PositiveFloat = Field(
+        0.02, description="nats within which two losses count as the same (equivalence test)"
+    )
     runner: RunnerConfig = RunnerConfig()
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _empty_arm(cls, arms: Any) -> Any:
+        if not isinstance(arms, dict):
+            return arms
+        return {name: {} if arm is None else arm for name, arm in arms.items()}
 
     @model_validator(mode="after")
     def _check(self) -> AblationConfig:
@@ -438,10 +455,12 @@ class AblationConfig(Section):
             faults.append(
                 Fault("baseline", self.baseline, unknown_name("arm", self.baseline, self.arms))
             )
-        for field in ("lr", "seeds"):
-            values = getattr(self, field)
-            if len(set(values)) < len(values):
-                faults.append(Fault(field, values, "names a value twice"))
+        lists: dict[str, list[Any]] = {"lr": self.lr, "seeds": self.seeds}
+        lists |= {f"axes.{name}": values for name, values in self.axes.items()}
+        for path, values in lists.items():
+            names = [f"{value:g}" if path == "lr" else repr(value) for value in values]
+            if len(set(names)) < len(names):
+                faults.append(Fault(path, values, "names a value twice"))
         refuse(faults)
         return self
 
