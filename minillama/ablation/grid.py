@@ -1,0 +1,163 @@
+"""From an ablation's config to its cells: arms × axes × learning rates × seeds, each a RunConfig.
+
+base ──overrides──▶ ──an arm's──▶ ──a value of each axis──▶ ──lr, seed, folder──▶ Cell
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minillama.config import OWNED_BY_KIND, AblationConfig, RunConfig, parse_run
+from minillama.errors import ConfigError, Fault
+from minillama.reading import override, read_yaml
+
+SET_BY_GRID = {
+    "optim.lr": "lr",
+    "train.seed": "seeds",
+    "name": "the grid",
+    "out_dir": "the grid",
+}
+"""Fields of a run that an arm may not set, and what sets them."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm, or one arm at one value of each axis.
+
+    ``baseline`` names the arm it is compared with: the baseline at the same values of the axes.
+    """
+
+    name: str
+    baseline: str
+    overrides: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid; ``config`` is checked, resolved and knows its folder."""
+
+    arm: str
+    lr: float
+    seed: int
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        """The cell's run folder."""
+        assert self.config.out_dir is not None
+        return Path(self.config.out_dir)
+
+
+def cell_path(arm: str, lr: float, seed: int) -> Path:
+    """Return a cell's folder, seen from its ablation's."""
+    return Path("cells") / arm / f"lr-{lr:g}" / f"seed-{seed}"
+
+
+def arms(config: AblationConfig) -> list[Arm]:
+    """Return every arm at every combination of the axes, in the order of the config."""
+    leaves = [name.rpartition(".")[2] for name in config.axes]
+    shorts = [
+        leaf if leaves.count(leaf) == 1 else name
+        for leaf, name in zip(leaves, config.axes, strict=True)
+    ]
+    out = []
+    for name, overrides in config.arms.items():
+        for values in itertools.product(*config.axes.values()):
+            point = dict(zip(config.axes, values, strict=True))
+            suffix = "".join(
+                f"+{short}={_label(value)}" for short, value in zip(shorts, values, strict=True)
+            )
+            merged = _flat(_flat(overrides) | _flat(point))
+            out.append(Arm(name + suffix, config.baseline + suffix, merged))
+    return out
+
+
+def cells(config: AblationConfig) -> list[Cell]:
+    """Return every cell of the grid in the order arm, learning rate, seed.
+
+    Raises:
+        ConfigError: with every fault of every arm, each under ``arms.NAME: ``; what is wrong with
+            the base itself is named once, under ``base: ``.
+    """
+    base = read_yaml(config.base) if isinstance(config.base, str) else config.base
+    base = override(base, _flat(config.overrides), OWNED_BY_KIND)
+    base = override(base, {"optim.lr": config.lr[0], "train.seed": config.seeds[0]}, {})
+    base.pop("out_dir", None)
+    base_faults = _checked(base, "base")[1]
+    faults: dict[str, Fault] = {}
+    out: list[Cell] = []
+    names = [arm.name for arm in arms(config)]
+    root = Path(config.out_dir or f"runs/{config.name}")
+    for arm in arms(config):
+        run, found = None, _forbidden(arm)
+        if names.count(arm.name) > 1:
+            found.append(Fault("", None, "two values of an axis give this arm the same name"))
+        try:
+            run, more = _checked(override(base, arm.overrides, OWNED_BY_KIND), f"arms.{arm.name}")
+            found += more
+        except ConfigError as error:  # an override that leads nowhere
+            found.append(Fault("", None, str(error)))
+        for fault in found:
+            where = "base" if fault in base_faults else f"arms.{arm.name}"
+            fault = (
+                Fault(f"{where}: {fault.path}", fault.value, fault.rule)
+                if fault.path
+                else Fault("", None, f"{where}: {fault.rule.removeprefix(where + ': ')}")
+            )
+            faults.setdefault(str(fault), fault)
+        if run is not None:
+            out += _cells_of(arm.name, run, config, root)
+    if faults:
+        raise ConfigError.of_faults(f"ablation {config.name}", list(faults.values()))
+    return out
+
+
+def _cells_of(arm: str, run: RunConfig, config: AblationConfig, root: Path) -> Iterator[Cell]:
+    for lr, seed in itertools.product(config.lr, config.seeds):
+        cell = run.model_copy(
+            update={
+                "name": f"{arm}-lr-{lr:g}-seed-{seed}",
+                "out_dir": str(root / cell_path(arm, lr, seed)),
+                "optim": run.optim.model_copy(update={"lr": lr}),
+                "train": run.train.model_copy(update={"seed": seed}),
+            }
+        )
+        yield Cell(arm, lr, seed, cell)
+
+
+def _checked(raw: Mapping[str, Any], where: str) -> tuple[RunConfig | None, list[Fault]]:
+    try:
+        return parse_run(raw, where), []
+    except ConfigError as error:
+        return None, list(error.faults) or [Fault("", None, str(error))]
+
+
+def _forbidden(arm: Arm) -> list[Fault]:
+    return [
+        Fault(name, arm.overrides[name], f"is set by {by}; leave it out")
+        for name, by in SET_BY_GRID.items()
+        if name in arm.overrides
+    ]
+
+
+def _flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return overrides by dotted name, each ``kind`` first, since it drops the old kind's own."""
+    return dict(sorted(_dotted(overrides), key=lambda item: not f".{item[0]}".endswith(".kind")))
+
+
+def _dotted(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in overrides.items():
+        if isinstance(value, Mapping) and value:
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _label(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return re.sub(r"[^A-Za-z0-9._=+-]+", "-", text).strip("-") or "none"

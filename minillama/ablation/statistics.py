@@ -1,0 +1,140 @@
+"""Inference on differences paired by seed.
+
+Each function takes differences (arm − baseline, in nats; below zero the arm is better), one for
+each seed, along the last axis; leading axes are independent data sets.  Needs the ``report`` extra.
+
+With few seeds these say little, and each says so in its own way: a t interval is wide, a bootstrap
+interval too narrow (it cannot see past the data), and the sign-flip test cannot reach p < .05 at
+all below six pairs.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+Floats = NDArray[np.float64]
+
+MIN_PAIRS_FOR_SIGN_FLIP = 6
+"""The fewest pairs with which a two-sided sign-flip test can give p < .05: 2 / 2⁶ = .031."""
+_EXACT_PAIRS = 13  # 2^13 sign patterns are enumerated; beyond, as many are drawn
+_RESAMPLES = 9999
+
+
+def t_interval(differences: ArrayLike, level: float = 0.95) -> tuple[Floats, Floats]:
+    """Return Student's interval (low, high) for the mean difference; NaN below two pairs."""
+    d = np.asarray(differences, dtype=np.float64)
+    n = d.shape[-1]
+    if n < 2:
+        nothing = np.full(d.shape[:-1], math.nan)
+        return nothing, nothing
+    half = stats.t.ppf((1 + level) / 2, n - 1) * d.std(axis=-1, ddof=1) / math.sqrt(n)
+    mean = d.mean(axis=-1)
+    return mean - half, mean + half
+
+
+def t_test(differences: ArrayLike) -> Floats:
+    """Return the two-sided p of the paired t test of no difference; NaN below two pairs."""
+    d = np.asarray(differences, dtype=np.float64)
+    return _t_tail(d, 0.0, "two-sided")
+
+
+def bca_interval(
+    differences: ArrayLike, level: float = 0.95, *, resamples: int = _RESAMPLES, seed: int = 0
+) -> tuple[Floats, Floats]:
+    """Return the bias-corrected, accelerated bootstrap interval of the mean (Efron 1987).
+
+    NaN below three pairs.  Differences that are all equal give an interval of no width.
+    """
+    d = np.asarray(differences, dtype=np.float64)
+    if d.shape[-1] < 3:
+        nothing = np.full(d.shape[:-1], math.nan)
+        return nothing, nothing
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        warnings.simplefilter("ignore", RuntimeWarning)  # 0/0 of the same degenerate data
+        interval = stats.bootstrap(
+            (d,),
+            np.mean,
+            axis=-1,
+            method="BCa",
+            confidence_level=level,
+            n_resamples=resamples,
+            rng=np.random.default_rng(seed),
+        ).confidence_interval
+    equal = np.ptp(d, axis=-1) == 0
+    return (
+        np.where(equal, d[..., 0], interval.low),
+        np.where(equal, d[..., 0], interval.high),
+    )
+
+
+def sign_flip_test(differences: ArrayLike, *, seed: int = 0) -> Floats:
+    """Return the two-sided p of the sign-flip test: no difference makes each sign a coin's toss.
+
+    Exact up to 13 pairs, by enumeration of every pattern of signs; beyond, from a random sample of
+    them.  It assumes only symmetry, and cannot go below 2/2ⁿ: see
+    :data:`MIN_PAIRS_FOR_SIGN_FLIP`.  NaN without a pair.
+    """
+    d = np.asarray(differences, dtype=np.float64)
+    if d.shape[-1] < 2:  # of one pair, both patterns are as extreme as it is
+        return np.full(d.shape[:-1], 1.0 if d.shape[-1] else math.nan)
+    result: Any = stats.permutation_test(
+        (d,),
+        np.mean,
+        permutation_type="samples",
+        vectorized=True,
+        axis=-1,
+        n_resamples=2**_EXACT_PAIRS,
+        rng=np.random.default_rng(seed),
+    )
+    return np.asarray(result.pvalue, dtype=np.float64)
+
+
+def smallest_sign_flip_p(n_pairs: int) -> float:
+    """Return the smallest two-sided p that ``n_pairs`` pairs can give."""
+    return min(1.0, 2.0 / 2.0**n_pairs)
+
+
+def tost(differences: ArrayLike, margin: float) -> Floats:
+    """Return the p of "the mean difference is not within ±margin" (two one-sided t tests).
+
+    Below .05 the two are equivalent within the margin (Schuirmann 1987).  NaN below two pairs.
+    """
+    d = np.asarray(differences, dtype=np.float64)
+    above = _t_tail(d, -margin, "greater")
+    below = _t_tail(d, margin, "less")
+    return np.maximum(above, below)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjust p values for their number (Holm 1979); NaN stays NaN and does not count."""
+    counted = [i for i, p in enumerate(p_values) if not math.isnan(p)]
+    out = [math.nan] * len(p_values)
+    running = 0.0
+    for rank, i in enumerate(sorted(counted, key=lambda i: p_values[i])):
+        running = max(running, min(1.0, (len(counted) - rank) * p_values[i]))
+        out[i] = running
+    return out
+
+
+def _t_tail(d: Floats, mean: float, alternative: str) -> Floats:
+    """Return the p of the one-sample t test, with its limit where all differences are equal."""
+    n = d.shape[-1]
+    if n < 2:
+        return np.full(d.shape[:-1], math.nan)
+    away = d.mean(axis=-1) - mean
+    error = d.std(axis=-1, ddof=1) / math.sqrt(n)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(away == 0, 0.0, away / error)
+    if alternative == "two-sided":
+        p = 2 * stats.t.sf(np.abs(t), n - 1)
+    else:
+        p = stats.t.sf(t if alternative == "greater" else -t, n - 1)
+    return np.asarray(p, dtype=np.float64)
