@@ -169,20 +169,21 @@ class Llama3RopeScaling(Section):
 RopeScaling = Annotated[LinearRopeScaling | Llama3RopeScaling, Field(discriminator="kind")]
 
 
+def _derived(description: str) -> Any:
+    """Declare a field that ``resolve`` fills in where the user leaves it out (or writes null)."""
+    return Field(None, validate_default=False, description=description)
+
+
 class ModelConfig(Section):
     """The shape of the transformer."""
 
-    vocab_size: Positive | None = Field(None, description="default: the tokenizer's")
+    vocab_size: Positive = _derived("ids in all; default: the tokenizer's")
     dim: Positive = Field(128, description="width of the residual stream")
     n_layers: Positive = 4
     n_heads: Positive = 4
-    n_kv_heads: Positive | None = Field(
-        None, description="heads of keys and values (GQA); default: n_heads"
-    )
-    head_dim: Positive | None = Field(None, description="default: dim / n_heads")
-    ffn_dim: Positive | None = Field(
-        None, description="inner width of the MLP; default: 8/3 dim, rounded up to 32"
-    )
+    n_kv_heads: Positive = _derived("heads of keys and values (GQA); default: n_heads")
+    head_dim: Positive = _derived("features of a head; default: dim / n_heads")
+    ffn_dim: Positive = _derived("inner width of the MLP; default: 8/3 dim, rounded up to 32")
     max_seq_len: Positive = Field(256, description="longest context in tokens")
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -193,6 +194,14 @@ class ModelConfig(Section):
         "fan_in: std 1/√fan_in",
     )
     norm: NormConfig = NormConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_derived(cls, raw: Any) -> Any:
+        derived = ("vocab_size", "n_kv_heads", "head_dim", "ffn_dim")
+        if not isinstance(raw, dict):
+            return raw
+        return {key: value for key, value in raw.items() if value is not None or key not in derived}
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -212,17 +221,13 @@ class ModelConfig(Section):
         return self
 
     def resolve(self, vocab_size: int | None = None) -> ModelConfig:
-        """Return a copy with every default that follows from another field filled in.
+        """Return a copy with every field filled in that follows from others, or from the tokenizer.
 
-        Raises:
-            ConfigError: no vocabulary size is known.
+        Without ``vocab_size`` that one may stay open: a single block needs none.
         """
-        vocab_size = self.vocab_size or vocab_size
-        if vocab_size is None:
-            raise ConfigError("model.vocab_size is not set and no tokenizer gives it; set it")
         return self.model_copy(
             update={
-                "vocab_size": vocab_size,
+                "vocab_size": self.vocab_size or vocab_size,
                 "n_kv_heads": self.n_kv_heads or self.n_heads,
                 "head_dim": self.head_dim or self.dim // self.n_heads,
                 "ffn_dim": self.ffn_dim or 32 * math.ceil(self.dim * 8 / 3 / 32),

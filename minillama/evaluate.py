@@ -1,0 +1,85 @@
+"""How well a model predicts a text: loss, perplexity and bits per byte.
+
+Shapes: N tokens of the text, B windows at once, T positions of a window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minillama.errors import ConfigError, DataError
+from minillama.model.transformer import IGNORED, Transformer
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Transformer,
+    tokens: npt.ArrayLike | Tensor,
+    *,
+    n_bytes: int | None = None,
+    seq_len: int | None = None,
+    batch_size: int = 16,
+) -> dict[str, Any]:
+    """Measure how well ``model`` predicts ``tokens``, each but the first exactly once.
+
+    The text is read in windows of ``seq_len`` that do not overlap, so the result does not depend on
+    ``batch_size`` (beyond rounding).  The sum is kept in float64.
+
+    Args:
+        model: in whatever mode it is; it has no dropout.
+        tokens: ids, 1-D of shape (N,), N at least 2; an array, a memory map or a tensor.
+        n_bytes: UTF-8 bytes of the text that the ids stand for.
+        seq_len: positions in a window; default: the model's ``max_seq_len``.
+        batch_size: windows read at once.
+
+    Returns:
+        ``loss`` (nats per token), ``perplexity`` (its exponential), ``bits_per_byte`` (None without
+        ``n_bytes``) and ``n_tokens``, the number predicted.
+
+    Raises:
+        DataError: fewer than two tokens.
+        ConfigError: ``seq_len`` is longer than the model's context.
+    """
+    seq_len = seq_len or model.config.max_seq_len
+    if seq_len > model.config.max_seq_len:
+        raise ConfigError(
+            f"seq_len = {seq_len} is above the model's max_seq_len = {model.config.max_seq_len}"
+        )
+    ids_N = tokens.numpy(force=True) if isinstance(tokens, Tensor) else np.asanyarray(tokens)
+    if ids_N.ndim != 1 or len(ids_N) < 2:
+        raise DataError(f"nothing to predict in tokens of shape {ids_N.shape}; give two or more")
+    device = model.embed.weight.device
+    total = 0.0
+    for inputs_BT, targets_BT in _windows(ids_N, seq_len, batch_size):
+        sums = model.loss_sums(inputs_BT.to(device), targets_BT.to(device))
+        total += float(sums.cross_entropy)
+    loss = total / (len(ids_N) - 1)
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": total / math.log(2) / n_bytes if n_bytes else None,
+        "n_tokens": len(ids_N) - 1,
+    }
+
+
+def _windows(
+    ids_N: npt.NDArray[Any], seq_len: int, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (inputs, targets), (B, T) each, that predict every id but the first once."""
+    span = seq_len * batch_size
+    for start in range(0, len(ids_N) - 1, span):
+        ids = torch.from_numpy(ids_N[start : start + span + 1].astype(np.int64))
+        inputs, targets = ids[:-1], ids[1:]
+        rows = -(-len(inputs) // seq_len)
+        missing = rows * seq_len - len(inputs)
+        # The last window is filled up: what is added is not counted, and causality hides it.
+        inputs = torch.nn.functional.pad(inputs, (0, missing))
+        targets = torch.nn.functional.pad(targets, (0, missing), value=IGNORED)
+        yield inputs.view(rows, seq_len), targets.view(rows, seq_len)

@@ -1,0 +1,216 @@
+"""Sampling text: prefill once, then one token at a time against the KV cache.
+
+One loop serves all: ``generate`` collects it, ``stream`` passes it on, ``generate_batch`` runs it
+on several prompts of unequal length, each of which gets what it would get alone.
+
+Past ``max_seq_len`` the context slides: the newer half of it is read anew, and sampling goes on.
+
+Shapes: B prompts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from minillama.errors import ConfigError
+from minillama.model.kv_cache import KVCache
+from minillama.model.transformer import Transformer
+
+
+def generate(
+    model: Transformer,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop_ids: Collection[int] = (),
+) -> list[int]:
+    """Continue a prompt; return the new ids, without the stop id that ended them.
+
+    Args:
+        model: the model to sample from.
+        prompt_ids: at least one id (an empty text is its bos alone).
+        max_new_tokens: how many ids to return at most.
+        temperature: divides the logits; 0 takes the likeliest id each time.
+        top_k: sample among the k likeliest; None or 0, or k above the vocabulary: among all.
+        top_p: sample among the likeliest whose probabilities add up to p (Holtzman 2019).
+        seed: of the sampling; None: a new one each time.
+        stop_ids: ids that end the text, such as the tokenizer's ``eos_id``.
+
+    Raises:
+        ConfigError: an argument is out of its range, or the prompt is empty.
+    """
+    return list(
+        stream(model, prompt_ids, max_new_tokens, temperature, top_k, top_p, seed, stop_ids)
+    )
+
+
+def stream(
+    model: Transformer,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop_ids: Collection[int] = (),
+) -> Iterator[int]:
+    """Yield the ids of :func:`generate` one by one, as they come."""
+    sampler = Sampler(1, temperature, top_k, top_p, seed)
+    for _, token in _decode(model, [list(prompt_ids)], max_new_tokens, sampler, stop_ids):
+        yield token
+
+
+def generate_batch(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop_ids: Collection[int] = (),
+) -> list[list[int]]:
+    """Continue several prompts at once; return the new ids of each, as :func:`generate` does.
+
+    Row i draws from its own generator, seeded by ``seed + i``.
+    """
+    new_ids: list[list[int]] = [[] for _ in prompts]
+    sampler = Sampler(len(prompts), temperature, top_k, top_p, seed)
+    for row, token in _decode(model, [list(p) for p in prompts], max_new_tokens, sampler, stop_ids):
+        new_ids[row].append(token)
+    return new_ids
+
+
+class Sampler:
+    """Draws the next id of each row from its logits."""
+
+    def __init__(
+        self,
+        rows: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if not 0 <= temperature < float("inf"):
+            raise ConfigError(f"temperature = {temperature}: must be 0 (greedy) or above")
+        if top_k is not None and top_k < 0:
+            raise ConfigError(f"top_k = {top_k}: must be 0 (all) or above")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ConfigError(f"top_p = {top_p}: must be above 0 and at most 1")
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self._generators = [torch.Generator() for _ in range(rows)]
+        for row, generator in enumerate(self._generators):
+            if seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(seed + row)
+
+    def draw(self, logits_BV: Tensor, rows: Sequence[int]) -> list[int]:
+        """Return one id for each of ``rows``, whose logits stand in the same order."""
+        if self.temperature == 0:
+            return logits_BV.argmax(-1).tolist()
+        p_BV = self.probabilities(logits_BV)
+        return [
+            int(torch.multinomial(p_V, 1, generator=self._generators[row]))
+            for p_V, row in zip(p_BV, rows, strict=True)
+        ]
+
+    def probabilities(self, logits_BV: Tensor) -> Tensor:
+        """Return what is sampled from, after temperature, top-k and top-p, float32 on the CPU."""
+        logits_BV = logits_BV.float().cpu()
+        # The largest is taken off first: a tiny temperature must not make infinities.
+        logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / self.temperature
+        vocab_size = logits_BV.shape[-1]
+        if self.top_k and self.top_k < vocab_size:
+            kth = logits_BV.topk(self.top_k, dim=-1).values[..., -1:]
+            logits_BV = logits_BV.masked_fill(logits_BV < kth, -torch.inf)
+        p_BV = logits_BV.softmax(-1)
+        if self.top_p is not None and self.top_p < 1:
+            sorted_p, order = p_BV.sort(dim=-1, descending=True)
+            before = sorted_p.cumsum(-1) - sorted_p
+            cut = torch.zeros_like(p_BV).scatter(-1, order, sorted_p * (before < self.top_p))
+            p_BV = cut / cut.sum(-1, keepdim=True)
+        return p_BV
+
+
+@torch.inference_mode()
+def _decode_step(model: Transformer, ids_BT: Tensor, cache: KVCache) -> Tensor:
+    """Read ``ids`` into the cache; return the logits (B, V) behind the last of them alone."""
+    return model.head(model.hidden(ids_BT, cache)[:, -1])
+
+
+def _decode(
+    model: Transformer,
+    contexts: list[list[int]],
+    max_new_tokens: int,
+    sampler: Sampler,
+    stop_ids: Collection[int],
+) -> Iterator[tuple[int, int]]:
+    """Yield (row, new id) until every row has stopped or has all its tokens."""
+    if not contexts or max_new_tokens <= 0:
+        if max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens = {max_new_tokens}: must be 0 or above")
+        return
+    for row, ids in enumerate(contexts):
+        if not ids:
+            raise ConfigError(f"prompt {row} is empty; begin it with the tokenizer's bos id")
+        _check_ids(ids, row, model.config.vocab_size)
+    rows = list(range(len(contexts)))
+    window = model.config.max_seq_len
+    # A prompt longer than the window keeps its end.
+    contexts = [ids[-window:] for ids in contexts]
+    room = min(window, max(map(len, contexts)) + max_new_tokens)
+    cache, logits_BV = _prefill(model, contexts, room)
+    for produced in range(1, max_new_tokens + 1):
+        tokens = sampler.draw(logits_BV, rows)
+        alive = [place for place, token in enumerate(tokens) if token not in stop_ids]
+        for place in alive:
+            yield rows[place], tokens[place]
+        if not alive or produced == max_new_tokens:
+            return
+        if len(alive) < len(rows):
+            rows, contexts = [rows[i] for i in alive], [contexts[i] for i in alive]
+            tokens = [tokens[i] for i in alive]
+            cache.keep(alive)
+        for ids, token in zip(contexts, tokens, strict=True):
+            ids.append(token)
+        if cache.length == cache.capacity:
+            # The window is full.  Only rows that are full themselves slide, as they would alone.
+            contexts = [
+                ids if len(ids) <= window else ids[-(window + 1) // 2 :] for ids in contexts
+            ]
+            room = min(window, max(map(len, contexts)) + max_new_tokens - produced)
+            cache, logits_BV = _prefill(model, contexts, room)
+        else:
+            ids_B1 = torch.tensor(tokens, device=model.embed.weight.device)[:, None]
+            logits_BV = _decode_step(model, ids_B1, cache)
+
+
+def _prefill(model: Transformer, contexts: list[list[int]], room: int) -> tuple[KVCache, Tensor]:
+    """Read all contexts at once, right-aligned, into a new cache."""
+    weight = model.embed.weight
+    longest = max(map(len, contexts))
+    pad_B = torch.tensor([longest - len(ids) for ids in contexts], device=weight.device)
+    ids_BT = torch.tensor(
+        [[0] * (longest - len(ids)) + ids for ids in contexts], device=weight.device
+    )
+    cache = KVCache(
+        model.config, len(contexts), room, pad_B=pad_B, dtype=weight.dtype, device=weight.device
+    )
+    return cache, _decode_step(model, ids_BT, cache)
+
+
+def _check_ids(ids: Sequence[int], row: int, vocab_size: int) -> None:
+    for place, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            raise ConfigError(
+                f"prompt {row} has id {token} at place {place}, outside the model's vocabulary of "
+                f"{vocab_size}; encode it with the model's own tokenizer"
+            )

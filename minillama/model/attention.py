@@ -1,0 +1,77 @@
+"""Causal self-attention with grouped queries (Ainslie 2023, arXiv 2305.13245).
+
+Query head i reads key/value head i // (n_heads / n_kv_heads).
+
+Shapes: B batch, T positions, S positions that are read, D width, H query heads, G key/value heads,
+K features of a head.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minillama.config import ModelConfig
+from minillama.model.kv_cache import KVCache
+from minillama.model.norms import RMSNorm
+from minillama.model.rope import Rotation, rotate
+
+
+class Attention(nn.Module):
+    """softmax(q·kᵀ / √K)·v over the positions up to each one's own.
+
+    ``qk_norm`` puts an RMSNorm on queries and keys before RoPE: over each head's features
+    (``head``, Qwen 3), or over the whole projection (``full``, OLMo 2).  It is an RMSNorm whatever
+    the kind of the model's norms, so that a swap of those changes nothing here.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+        super().__init__()
+        config = config.resolve()
+        self.layer = layer
+        self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
+        self.head_dim = config.head_dim
+        q_dim, kv_dim = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
+        self.qk_norm = config.norm.qk_norm
+        if self.qk_norm != "none":
+            whole = self.qk_norm == "full"
+            self.q_norm = RMSNorm(q_dim if whole else self.head_dim, config.norm.eps)
+            self.k_norm = RMSNorm(kv_dim if whole else self.head_dim, config.norm.eps)
+
+    def qkv(self, x_BTD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (B, H, T, K), keys and values (B, G, T, K), normed and turned."""
+        q, k, v = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        return rotate(q, rotation), rotate(k, rotation), v
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotation: Rotation,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, with a ``cache`` also to what it holds.
+
+        ``mask`` is True where a key may be seen; None is causal (T = S), or a single query.
+        """
+        q_BHTK, k_BGSK, v_BGSK = self.qkv(x_BTD, rotation)
+        if cache is not None:
+            k_BGSK, v_BGSK = cache.append(self.layer, k_BGSK, v_BGSK)
+        group = self.n_heads // self.n_kv_heads
+        if group > 1:
+            k_BGSK, v_BGSK = (y.repeat_interleave(group, dim=1) for y in (k_BGSK, v_BGSK))
+        y_BHTK = F.scaled_dot_product_attention(
+            q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=mask is None and q_BHTK.shape[2] > 1
+        )
+        out_BTD: Tensor = self.o_proj(y_BHTK.transpose(1, 2).flatten(2))
+        return out_BTD

@@ -1,0 +1,80 @@
+"""Keys and values of the tokens already read, so that decoding reads each token once.
+
+Shapes: B batch, G key/value heads, S positions held, T new positions, K features of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillama.config import ModelConfig
+
+
+class KVCache:
+    """Room for ``capacity`` positions of a batch, for every layer.
+
+    Prompts of unequal length stand right-aligned: ``pad_B`` of shape (B,) counts the places on the
+    left of each row that hold nothing.  Those are masked out, and positions count from behind them,
+    so that a row is read as if it were alone.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        capacity: int,
+        *,
+        pad_B: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        config = config.resolve()
+        shape = (config.n_layers, batch, config.n_kv_heads, capacity, config.head_dim)
+        self.k_LBGSK = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_LBGSK = torch.zeros(shape, dtype=dtype, device=device)
+        self.pad_B = pad_B if pad_B is not None and bool(pad_B.any()) else None
+        self.capacity = capacity
+        self.length = 0
+
+    def append(self, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values of ``layer``; return all so far, (B, G, S, K) each."""
+        end = self.length + k_BGTK.shape[2]
+        assert end <= self.capacity
+        self.k_LBGSK[layer, :, :, self.length : end] = k_BGTK
+        self.v_LBGSK[layer, :, :, self.length : end] = v_BGTK
+        return self.k_LBGSK[layer, :, :, :end], self.v_LBGSK[layer, :, :, :end]
+
+    def advance(self, n_tokens: int) -> None:
+        """Count ``n_tokens`` as read, once all layers have stored them."""
+        self.length += n_tokens
+
+    def keep(self, rows: list[int]) -> None:
+        """Forget all but some ``rows`` of the batch."""
+        self.k_LBGSK, self.v_LBGSK = self.k_LBGSK[:, rows], self.v_LBGSK[:, rows]
+        if self.pad_B is not None:
+            self.pad_B = self.pad_B[rows]
+
+    def positions(self, n_tokens: int) -> Tensor:
+        """Return the positions of the next ``n_tokens``, (T,), or (B, T) for unequal prompts."""
+        place_T = torch.arange(self.length, self.length + n_tokens, device=self.k_LBGSK.device)
+        if self.pad_B is None:
+            return place_T
+        return (place_T - self.pad_B[:, None]).clamp(min=0)
+
+    def mask(self, n_tokens: int) -> Tensor | None:
+        """Return what the next ``n_tokens`` may see, broadcastable to (B, H, T, S).
+
+        None where :class:`~minillama.model.attention.Attention` needs no mask.  A row's padding
+        sees itself, since a softmax over nothing is not a number.
+        """
+        if self.pad_B is None and (n_tokens == 1 or self.length == 0):
+            return None
+        device = self.k_LBGSK.device
+        query_T1 = torch.arange(self.length, self.length + n_tokens, device=device)[:, None]
+        key_S = torch.arange(self.length + n_tokens, device=device)
+        seen_TS = key_S <= query_T1
+        if self.pad_B is None:
+            return seen_TS
+        real_B11S = key_S >= self.pad_B[:, None, None, None]
+        return (seen_TS & real_B11S) | (key_S == query_T1)

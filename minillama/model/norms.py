@@ -1,0 +1,206 @@
+"""The norms: each opens with its equation, its paper, where ε stands and the order of casts.
+
+    kind        formula                          learned, start
+    rmsnorm     x / √(mean(x²) + ε) · γ          γ = 1
+    layernorm   (x − mean) / √(var + ε) · γ + β  γ = 1, β = 0
+    none        x                                nothing
+
+All act on the last dimension, return the dtype and shape they were given, and take their statistics
+in float32 (float64 for float64) whatever the input's dtype.  A constructor draws nothing from a
+random generator.  ``register_norm`` adds a kind of your own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, create_model
+from torch import Tensor, nn
+
+from minillama.config import NORM_KINDS, NormConfig
+from minillama.model.kernels import rms_norm
+from minillama.reading import Section
+from minillama.registry import Registry
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm: y = x / √(mean(x²) + ε) · γ.
+
+    Zhang & Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv 1910.07467); ε inside the
+    root as in Llama (Touvron 2023), where the paper's own code adds it outside.
+
+    Casts: x to float32, normalised there, back to x's dtype, then times γ in that dtype (the order
+    of Hugging Face's Llama).  With ``unit_offset`` the gain multiplies before the way back (Gemma).
+
+    Args:
+        dim: features in the last dimension.
+        eps: ε, at least 0.
+        affine: learn the gain γ, of shape (dim,), ones at start.
+        unit_offset: the gain is 1 + w, and w is zeros at start (Gemma); ``weight`` is w.
+        partial: share p of the features whose mean square is taken, the first ⌊dim·p⌋ of them, at
+            least one (pRMSNorm, section 4 of the paper).
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        *,
+        affine: bool = True,
+        unit_offset: bool = False,
+        partial: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.dim, self.eps, self.unit_offset = dim, eps, unit_offset
+        self.n_measured = max(1, int(dim * partial))
+        start = torch.zeros if unit_offset else torch.ones
+        self.register_parameter("weight", nn.Parameter(start(dim)) if affine else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` of shape (..., dim)."""
+        gain: Tensor | None = self.weight
+        if self.unit_offset and gain is not None:
+            gain = 1 + gain.to(_wide(x))
+        if self.n_measured == self.dim:
+            return rms_norm(x, gain, self.eps, cast_first=not self.unit_offset)
+        wide = x.to(_wide(x))
+        mean_square = wide[..., : self.n_measured].square().mean(-1, keepdim=True)
+        y = wide * torch.rsqrt(mean_square + self.eps)
+        if gain is None:
+            return y.to(x.dtype)
+        return (y * gain).to(x.dtype) if self.unit_offset else y.to(x.dtype) * gain.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Show what differs from the plain norm."""
+        parts = [f"{self.dim}", f"eps={self.eps:g}"]
+        parts += ["affine=False"] if self.weight is None else []
+        parts += ["unit_offset=True"] if self.unit_offset else []
+        parts += [f"measured={self.n_measured}"] if self.n_measured < self.dim else []
+        return ", ".join(parts)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm: y = (x − mean(x)) / √(var(x) + ε) · γ + β.
+
+    Ba, Kiros & Hinton 2016, "Layer Normalization" (arXiv 1607.06450); the variance is the biased
+    one, ε inside the root.  Casts: as torch's kernel does it, float32 until the end.
+
+    Args:
+        dim: features in the last dimension.
+        eps: ε, at least 0.
+        affine: learn the gain γ, of shape (dim,), ones at start (OLMo 1 had none).
+        bias: learn the shift β, of shape (dim,), zeros at start; not without ``affine``.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, dim: int, eps: float = 1e-6, *, affine: bool = True, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        self.register_parameter("weight", nn.Parameter(torch.ones(dim)) if affine else None)
+        has_bias = affine and bias
+        self.register_parameter("bias", nn.Parameter(torch.zeros(dim)) if has_bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` of shape (..., dim)."""
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        # Autocast would hand back float32 for a bfloat16 input.
+        return F.layer_norm(x, (self.dim,), weight, bias, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Show the size, ε and what is learned."""
+        learned = f"affine={self.weight is not None}, bias={self.bias is not None}"
+        return f"{self.dim}, eps={self.eps:g}, {learned}"
+
+
+class NoNorm(nn.Identity):
+    """No norm: y = x."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+# -------------------------------------------------------------------------------------- registry
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A kind of norm: how to build it, and what `minillama norms` says of it.
+
+    ``build(dim, eps, **options)`` returns a module; ``formula`` and ``source`` are one line each.
+    """
+
+    build: Callable[..., nn.Module]
+    formula: str
+    source: str
+    takes_eps: bool = True
+
+
+NORMS: Registry[NormSpec] = Registry("norm kind")
+NORMS.register(
+    "rmsnorm", NormSpec(RMSNorm, "x / √(mean(x²) + ε) · γ", "Zhang & Sennrich 2019, 1910.07467")
+)
+NORMS.register(
+    "layernorm",
+    NormSpec(LayerNorm, "(x − mean(x)) / √(var(x) + ε) · γ + β", "Ba et al. 2016, 1607.06450"),
+)
+NORMS.register("none", NormSpec(NoNorm, "x", "no norm at all"))
+
+BuildT = TypeVar("BuildT", bound=Callable[..., nn.Module])
+
+
+def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable[[BuildT], BuildT]:
+    """Decorate a module class, or a function that returns a module, as norm kind ``name``.
+
+    It is called with the number of features first, ``eps`` if it has a parameter of that name, and
+    the options of the config by keyword: every other parameter is an option, checked against its
+    annotation, required where it has no default.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+
+    def register(build: BuildT) -> BuildT:
+        parameters = list(inspect.signature(build, eval_str=True).parameters.values())[1:]
+        options: dict[str, Any] = {
+            p.name: (
+                Any if p.annotation is p.empty else p.annotation,
+                ... if p.default is p.empty else p.default,
+            )
+            for p in parameters
+            if p.name != "eps" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
+        model: type[BaseModel] = create_model(f"{name} options", __base__=Section, **options)
+        takes_eps = any(p.name == "eps" for p in parameters)
+        spec = NormSpec(build, formula or (build.__doc__ or "").split("\n")[0], source, takes_eps)
+        NORMS.register(name, spec)
+        NORM_KINDS.register(name, model)
+        return build
+
+    return register
+
+
+def build_norm(config: NormConfig, dim: int) -> nn.Module:
+    """Build the norm that ``config`` names, for ``dim`` features.
+
+    Raises:
+        UnknownNameError: no such kind is registered.
+    """
+    spec = NORMS.get(config.kind)
+    eps = {"eps": config.eps} if spec.takes_eps else {}
+    return spec.build(dim, **eps, **config.options)

@@ -1,0 +1,195 @@
+"""The Llama transformer (Touvron 2023, arXiv 2302.13971), in one screen.
+
+    tokens ─▶ embed ─▶ [ attention ─▶ mlp ] × n_layers ─▶ final_norm ─▶ head ─▶ logits
+
+with each sub-layer between the norms that its placement has (:mod:`minillama.model.placement`).
+
+Shapes: B batch, T positions, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minillama.config import ModelConfig
+from minillama.errors import ConfigError
+from minillama.model.attention import Attention
+from minillama.model.kv_cache import KVCache
+from minillama.model.mlp import MLP
+from minillama.model.norms import build_norm
+from minillama.model.placement import PLACEMENTS
+from minillama.model.rope import RotaryEmbedding, Rotation
+
+IGNORED = -100
+"""A target that does not count in the loss."""
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each inside x ← residual_norm(α·x + output_norm(f(s·input_norm(x))))."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        slots = PLACEMENTS.get(config.norm.placement).slots(layer + 1, config.n_layers)
+        self.s, self.alpha = slots.s, slots.alpha
+
+        def norm(present: bool) -> nn.Module:
+            return build_norm(config.norm, config.dim) if present else nn.Identity()
+
+        self.attention_input_norm = norm(slots.input)
+        self.attention = Attention(config, layer)
+        self.attention_output_norm = norm(slots.output)
+        self.attention_residual_norm = norm(slots.residual)
+        self.mlp_input_norm = norm(slots.input)
+        self.mlp = MLP(config)
+        self.mlp_output_norm = norm(slots.output)
+        self.mlp_residual_norm = norm(slots.residual)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotation: Rotation,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Add what both sub-layers have to say to the residual stream."""
+        h = self.attention(_times(self.s, self.attention_input_norm(x_BTD)), rotation, cache, mask)
+        x_BTD = _times(self.alpha, x_BTD) + self.attention_output_norm(h)
+        x_BTD = self.attention_residual_norm(x_BTD)
+        h = self.mlp(_times(self.s, self.mlp_input_norm(x_BTD)))
+        x_BTD = _times(self.alpha, x_BTD) + self.mlp_output_norm(h)
+        y_BTD: Tensor = self.mlp_residual_norm(x_BTD)
+        return y_BTD
+
+
+def _times(scale: float, x: Tensor) -> Tensor:
+    return x if scale == 1.0 else scale * x
+
+
+class LossSums(NamedTuple):
+    """Sums over the targets that count: what to minimise, the cross-entropy in it, their number."""
+
+    objective: Tensor
+    cross_entropy: Tensor
+    n_targets: Tensor
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer; see the module's drawing.
+
+    Args:
+        config: its shape; ``vocab_size`` must be set.
+        seed: each weight starts from numbers drawn for (seed, its own name) alone, so that models
+            that differ in their norms start with equal other weights.
+
+    Raises:
+        ConfigError: the vocabulary size is missing, or a norm or placement is unknown.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config = config.resolve()
+        if config.vocab_size is None:
+            raise ConfigError("model.vocab_size is not set; set it to the tokenizer's vocab_size")
+        norm = config.norm
+        placed = PLACEMENTS.get(norm.placement).final_norm
+        has_final_norm = placed if norm.final_norm is None else norm.final_norm
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.embed_norm = build_norm(norm, config.dim) if norm.embed_norm else nn.Identity()
+        self.rope = RotaryEmbedding(
+            config.head_dim, config.max_seq_len, config.rope_theta, config.rope_scaling
+        )
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.final_norm = build_norm(norm, config.dim) if has_final_norm else nn.Identity()
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        initialise(self, seed)
+
+    def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return the logits (B, T, V) of the token after each position.
+
+        With a ``cache``, ``tokens`` follow those it has read, and are read into it.
+
+        Raises:
+            ValueError: more than ``max_seq_len`` positions.
+        """
+        return self.head(self.hidden(tokens_BT, cache))
+
+    def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return what the head reads, (B, T, D)."""
+        n_tokens = tokens_BT.shape[1]
+        n_before = 0 if cache is None else cache.length
+        if n_before + n_tokens > self.config.max_seq_len:
+            raise ValueError(
+                f"{n_before + n_tokens} positions are more than "
+                f"max_seq_len = {self.config.max_seq_len}; give fewer tokens"
+            )
+        if cache is None:
+            positions, mask = torch.arange(n_tokens, device=tokens_BT.device), None
+        else:
+            positions, mask = cache.positions(n_tokens), cache.mask(n_tokens)
+        x_BTD = self.embed_norm(self.embed(tokens_BT))
+        rotation = self.rope(positions, x_BTD.dtype)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rotation, cache, mask)
+        if cache is not None:
+            cache.advance(n_tokens)
+        y_BTD: Tensor = self.final_norm(x_BTD)
+        return y_BTD
+
+    def head(self, x_BTD: Tensor) -> Tensor:
+        """Map hidden states (..., D) to logits (..., V)."""
+        tied = self.config.tie_embeddings
+        return F.linear(x_BTD, self.embed.weight if tied else self.lm_head.weight)
+
+    def loss_sums(self, tokens_BT: Tensor, targets_BT: Tensor, z_loss: float = 0.0) -> LossSums:
+        """Sum −log p(target), in nats, over the targets that are not −100.
+
+        The objective adds ``z_loss`` · (log Z)², which keeps the softmax's normaliser Z near one
+        (Chowdhery 2022, PaLM).  Logits are float32 here, whatever the model's dtype.
+        """
+        logits_NV = self(tokens_BT).flatten(0, 1).float()
+        targets_N = targets_BT.flatten()
+        cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
+        counted_N = targets_N != IGNORED
+        objective = cross_entropy
+        if z_loss:
+            log_z_N = logits_NV.logsumexp(-1)
+            objective = cross_entropy + z_loss * (log_z_N.square() * counted_N).sum()
+        return LossSums(objective, cross_entropy, counted_N.sum())
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, z_loss: float = 0.0) -> Tensor:
+        """Return the mean loss, in nats, over the targets that are not −100; 0 if none counts."""
+        sums = self.loss_sums(tokens_BT, targets_BT, z_loss)
+        return sums.objective / sums.n_targets.clamp(min=1)
+
+
+def is_norm_parameter(name: str) -> bool:
+    """Tell whether the parameter ``name`` belongs to a norm."""
+    return any(module.endswith("_norm") for module in name.split(".")[:-1])
+
+
+@torch.no_grad()
+def initialise(model: Transformer, seed: int) -> None:
+    """Draw every matrix anew, each from a generator seeded by (seed, its name) alone.
+
+    ``normal``: std 0.02, and 0.02 / √(2·n_layers) for o_proj and down_proj, which write to the
+    residual stream (Radford 2019, GPT-2).  ``fan_in``: std 1 / √fan_in; an embedding counts as the
+    head.
+    """
+    for name, weight in model.named_parameters():
+        if is_norm_parameter(name) or weight.is_meta:
+            continue
+        if model.config.init == "fan_in":
+            std = weight.shape[1] ** -0.5
+        else:
+            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / math.sqrt(2 * model.config.n_layers) if writes else 0.02
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+        weight.copy_(torch.normal(0.0, std, weight.shape, generator=generator))
