@@ -80,10 +80,31 @@ class NoOptions(Section):
     """Options of a kind that has none."""
 
 
+class DyTOptions(Section):
+    """Options of ``kind: dyt``; see :class:`minillama.model.norms.DyT`."""
+
+    alpha: PositiveFloat = Field(0.5, description="α at the start")
+    alpha_attention: PositiveFloat | None = Field(
+        None, description="α at the start where the norm is attention's; default: alpha"
+    )
+    bias: bool = Field(True, description="learn a shift β")
+
+
+class DerfOptions(Section):
+    """Options of ``kind: derf``; see :class:`minillama.model.norms.Derf`."""
+
+    alpha: PositiveFloat = Field(0.5, description="α at the start")
+    bias: bool = Field(True, description="learn a shift β")
+
+
 NORM_KINDS: Registry[type[BaseModel]] = Registry("norm kind")
 """Each kind's options.  ``minillama.model.norms`` builds the kinds; plugins add to both."""
 NORM_KINDS.register("rmsnorm", RMSNormOptions)
 NORM_KINDS.register("layernorm", LayerNormOptions)
+NORM_KINDS.register("scalenorm", NoOptions)
+NORM_KINDS.register("l2norm", NoOptions)
+NORM_KINDS.register("dyt", DyTOptions)
+NORM_KINDS.register("derf", DerfOptions)
 NORM_KINDS.register("none", NoOptions)
 
 PLACEMENTS: Registry[str] = Registry("norm placement")
@@ -92,6 +113,11 @@ PLACEMENTS.register("pre", "x + f(N(x))")
 PLACEMENTS.register("post", "N(x + f(x))")
 PLACEMENTS.register("reordered", "x + N(f(x))")
 PLACEMENTS.register("peri", "x + N(f(N(x)))")
+PLACEMENTS.register("scaled", "x + f(N(x) / √ℓ), ℓ the layer from 1")
+PLACEMENTS.register("deepnorm", "N((2L)^¼ · x + f(x)), L the number of layers")
+PLACEMENTS.register("rezero", "x + a · f(x), a learned, 0 at the start")
+PLACEMENTS.register("mix", "the first ⌊L/4⌋ layers post, the others pre")
+PLACEMENTS.register("hybrid", "y = x + attention of normed q, k, v; N(y) + mlp(N(y))")
 
 
 class NormConfig(Section):
@@ -110,6 +136,13 @@ class NormConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="the options of this kind of norm"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> NormConfig:
+        if self.placement == "hybrid" and self.qk_norm != "none":
+            rule = "the hybrid placement norms q, k and v itself; leave this at none"
+            refuse([Fault("qk_norm", self.qk_norm, rule, "placement")])
+        return self
 
     @field_validator("kind")
     @classmethod
@@ -187,6 +220,14 @@ class ModelConfig(Section):
     max_seq_len: Positive = Field(256, description="longest context in tokens")
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None
+    embed_scale: Literal["none", "fixed", "learned"] = Field(
+        "none",
+        description="multiply embeddings by √dim (Gemma), or by a learned number that starts there "
+        "(what DyT needs)",
+    )
+    logit_softcap: NonNegativeFloat = Field(
+        0.0, description="c in c·tanh(logits / c), which keeps logits below c (Gemma 2); 0: none"
+    )
     tie_embeddings: bool = Field(True, description="the head shares the embedding's weights")
     init: Literal["normal", "fan_in"] = Field(
         "normal",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from minillama.config import ModelConfig
 from minillama.model.kv_cache import KVCache
-from minillama.model.norms import RMSNorm
+from minillama.model.norms import RMSNorm, build_norm
 from minillama.model.rope import Rotation, rotate
 
 
@@ -22,10 +22,11 @@ class Attention(nn.Module):
 
     ``qk_norm`` puts an RMSNorm on queries and keys before RoPE: over each head's features
     (``head``, Qwen 3), or over the whole projection (``full``, OLMo 2).  It is an RMSNorm whatever
-    the kind of the model's norms, so that a swap of those changes nothing here.
+    the kind of the model's norms, so that a swap of those changes nothing here.  ``qkv_norm`` norms
+    each head's queries, keys and values with the model's kind of norm (HybridNorm).
     """
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0, *, qkv_norm: bool = False) -> None:
         super().__init__()
         config = config.resolve()
         self.layer = layer
@@ -37,7 +38,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
         self.qk_norm = config.norm.qk_norm
-        if self.qk_norm != "none":
+        self.qkv_norm = qkv_norm
+        if qkv_norm:
+            self.q_norm, self.k_norm, self.v_norm = (
+                build_norm(config.norm, self.head_dim, "attention") for _ in range(3)
+            )
+        elif self.qk_norm != "none":
             whole = self.qk_norm == "full"
             self.q_norm = RMSNorm(q_dim if whole else self.head_dim, config.norm.eps)
             self.k_norm = RMSNorm(kv_dim if whole else self.head_dim, config.norm.eps)
@@ -48,8 +54,10 @@ class Attention(nn.Module):
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
-        if self.qk_norm == "head":
+        if self.qk_norm == "head" or self.qkv_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.qkv_norm:
+            v = self.v_norm(v)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         return rotate(q, rotation), rotate(k, rotation), v
 

@@ -3,6 +3,10 @@
     kind        formula                          learned, start
     rmsnorm     x / √(mean(x²) + ε) · γ          γ = 1
     layernorm   (x − mean) / √(var + ε) · γ + β  γ = 1, β = 0
+    scalenorm   g · x / ‖x‖                      g = √d
+    l2norm      x / ‖x‖                          nothing
+    dyt         γ · tanh(α·x) + β                γ = 1, α = 0.5, β = 0
+    derf        γ · erf(α·x + s) + β             γ = 1, α = 0.5, s = 0, β = 0
     none        x                                nothing
 
 All act on the last dimension, return the dtype and shape they were given, and take their statistics
@@ -124,6 +128,107 @@ class LayerNorm(nn.Module):
         return f"{self.dim}, eps={self.eps:g}, {learned}"
 
 
+class ScaleNorm(nn.Module):
+    """Scaled l2 norm: y = g · x / ‖x‖, one learned number g, √dim at start.
+
+    Nguyen & Salazar 2019, "Transformers without Tears" (arXiv 1910.05895), section 3.2.  As in
+    their code ‖x‖ is taken to be at least ε.  Casts: float32 throughout, then back to x's dtype.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        self.g = nn.Parameter(torch.tensor(float(dim)).sqrt())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` of shape (..., dim)."""
+        wide = x.to(_wide(x))
+        return (self.g * F.normalize(wide, dim=-1, eps=self.eps)).to(x.dtype)
+
+
+class L2Norm(nn.Module):
+    """Unit length: y = x / ‖x‖; nothing is learned.
+
+    As in nGPT (Loshchilov 2024, arXiv 2410.01131); ‖x‖ is taken to be at least ε.  Casts: float32
+    throughout, then back to x's dtype.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` of shape (..., dim)."""
+        return F.normalize(x.to(_wide(x)), dim=-1, eps=self.eps).to(x.dtype)
+
+
+class DyT(nn.Module):
+    """Dynamic tanh: y = γ · tanh(α·x) + β, with no statistics of x.
+
+    Zhu, Chen, He, LeCun & Liu 2025, "Transformers without Normalization" (arXiv 2503.10622).  For
+    Llama the paper changes three things, without which it is an unfair baseline: no β
+    (``bias=False``), a larger α before attention than elsewhere (0.8 and 0.2 at 7 B), and a learned
+    scale of √dim behind the embedding (``model.embed_scale: learned``).  Casts: float32 throughout,
+    then back to x's dtype.
+
+    Args:
+        dim: features in the last dimension; γ and β have shape (dim,), ones and zeros at start.
+        alpha: α at the start, one learned number.
+        alpha_attention: α at the start where ``site`` is ``"attention"``; None: ``alpha``.
+        bias: learn β.
+        site: where the norm stands: ``attention``, ``mlp``, ``embed`` or ``final``.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        alpha: float = 0.5,
+        alpha_attention: float | None = None,
+        bias: bool = True,
+        site: str = "",
+    ) -> None:
+        super().__init__()
+        start = alpha_attention if site == "attention" and alpha_attention is not None else alpha
+        self.alpha = nn.Parameter(torch.tensor(float(start)))
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(dim)) if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Squash ``x`` of shape (..., dim)."""
+        y = self.weight * torch.tanh(self.alpha * x.to(_wide(x)))
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+class Derf(nn.Module):
+    """Dynamic erf: y = γ · erf(α·x + s) + β, with no statistics of x.
+
+    Chen, Lu, Zhu, Sun & Liu 2025, "Stronger Normalization-Free Transformers" (arXiv 2512.10938); α
+    and s are one learned number each.  Casts: float32 throughout, then back to x's dtype.
+
+    Args:
+        dim: features in the last dimension; γ and β have shape (dim,), ones and zeros at start.
+        alpha: α at the start.
+        bias: learn β.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, dim: int, *, alpha: float = 0.5, bias: bool = True) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(float(alpha)))
+        self.shift = nn.Parameter(torch.tensor(0.0))
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(dim)) if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Squash ``x`` of shape (..., dim)."""
+        y = self.weight * torch.erf(self.alpha * x.to(_wide(x)) + self.shift)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
 class NoNorm(nn.Identity):
     """No norm: y = x."""
 
@@ -142,13 +247,14 @@ def _wide(x: Tensor) -> torch.dtype:
 class NormSpec:
     """A kind of norm: how to build it, and what `minillama norms` says of it.
 
-    ``build(dim, eps, **options)`` returns a module; ``formula`` and ``source`` are one line each.
+    ``build(dim, **options)`` returns a module, and is told ``eps`` and ``site`` too where ``takes``
+    has them; ``formula`` and ``source`` are one line each.
     """
 
     build: Callable[..., nn.Module]
     formula: str
     source: str
-    takes_eps: bool = True
+    takes: frozenset[str] = frozenset({"eps"})
 
 
 NORMS: Registry[NormSpec] = Registry("norm kind")
@@ -159,6 +265,16 @@ NORMS.register(
     "layernorm",
     NormSpec(LayerNorm, "(x − mean(x)) / √(var(x) + ε) · γ + β", "Ba et al. 2016, 1607.06450"),
 )
+NORMS.register("scalenorm", NormSpec(ScaleNorm, "g · x / ‖x‖", "Nguyen & Salazar 2019, 1910.05895"))
+NORMS.register("l2norm", NormSpec(L2Norm, "x / ‖x‖", "Loshchilov et al. 2024, 2410.01131"))
+NORMS.register(
+    "dyt",
+    NormSpec(DyT, "γ · tanh(α·x) + β", "Zhu et al. 2025, 2503.10622", takes=frozenset({"site"})),
+)
+NORMS.register(
+    "derf",
+    NormSpec(Derf, "γ · erf(α·x + s) + β", "Chen et al. 2025, 2512.10938", takes=frozenset()),
+)
 NORMS.register("none", NormSpec(NoNorm, "x", "no norm at all"))
 
 BuildT = TypeVar("BuildT", bound=Callable[..., nn.Module])
@@ -167,9 +283,10 @@ BuildT = TypeVar("BuildT", bound=Callable[..., nn.Module])
 def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable[[BuildT], BuildT]:
     """Decorate a module class, or a function that returns a module, as norm kind ``name``.
 
-    It is called with the number of features first, ``eps`` if it has a parameter of that name, and
-    the options of the config by keyword: every other parameter is an option, checked against its
-    annotation, required where it has no default.
+    It is called with the number of features first, with ``eps`` and ``site`` (``attention``,
+    ``mlp``, ``embed``, ``final``) if it has parameters of these names, and with the options of the
+    config by keyword: every other parameter is an option, checked against its annotation, required
+    where it has no default.
 
     Raises:
         ConfigError: the name is taken.
@@ -183,11 +300,11 @@ def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable
                 ... if p.default is p.empty else p.default,
             )
             for p in parameters
-            if p.name != "eps" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            if p.name not in ("eps", "site") and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         }
         model: type[BaseModel] = create_model(f"{name} options", __base__=Section, **options)
-        takes_eps = any(p.name == "eps" for p in parameters)
-        spec = NormSpec(build, formula or (build.__doc__ or "").split("\n")[0], source, takes_eps)
+        takes = frozenset({"eps", "site"} & {p.name for p in parameters})
+        spec = NormSpec(build, formula or (build.__doc__ or "").split("\n")[0], source, takes)
         NORMS.register(name, spec)
         NORM_KINDS.register(name, model)
         return build
@@ -195,12 +312,14 @@ def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable
     return register
 
 
-def build_norm(config: NormConfig, dim: int) -> nn.Module:
-    """Build the norm that ``config`` names, for ``dim`` features.
+def build_norm(config: NormConfig, dim: int, site: str = "") -> nn.Module:
+    """Build the norm that ``config`` names, for ``dim`` features, to stand at ``site``.
 
     Raises:
         UnknownNameError: no such kind is registered.
     """
     spec = NORMS.get(config.kind)
-    eps = {"eps": config.eps} if spec.takes_eps else {}
-    return spec.build(dim, **eps, **config.options)
+    told = {
+        name: value for name, value in (("eps", config.eps), ("site", site)) if name in spec.takes
+    }
+    return spec.build(dim, **told, **config.options)

@@ -31,24 +31,31 @@ IGNORED = -100
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each inside x ← residual_norm(α·x + output_norm(f(s·input_norm(x))))."""
+    """Attention, then MLP: x ← residual_norm(α·x + a·output_norm(f(s·input_norm(x)))) for each f.
+
+    The placement says which of the norms are there and what s, α and a are.
+    """
+
+    a: nn.Parameter | None
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         slots = PLACEMENTS.get(config.norm.placement).slots(layer + 1, config.n_layers)
-        self.s, self.alpha = slots.s, slots.alpha
+        around_mlp = slots.mlp or slots
 
-        def norm(present: bool) -> nn.Module:
-            return build_norm(config.norm, config.dim) if present else nn.Identity()
+        def norm(present: bool, site: str) -> nn.Module:
+            return build_norm(config.norm, config.dim, site) if present else nn.Identity()
 
-        self.attention_input_norm = norm(slots.input)
-        self.attention = Attention(config, layer)
-        self.attention_output_norm = norm(slots.output)
-        self.attention_residual_norm = norm(slots.residual)
-        self.mlp_input_norm = norm(slots.input)
+        self.attention_input_norm = norm(slots.input, "attention")
+        self.attention = Attention(config, layer, qkv_norm=slots.qkv)
+        self.attention_output_norm = norm(slots.output, "attention")
+        self.attention_residual_norm = norm(slots.residual, "attention")
+        self.mlp_input_norm = norm(around_mlp.input, "mlp")
         self.mlp = MLP(config)
-        self.mlp_output_norm = norm(slots.output)
-        self.mlp_residual_norm = norm(slots.residual)
+        self.mlp_output_norm = norm(around_mlp.output, "mlp")
+        self.mlp_residual_norm = norm(around_mlp.residual, "mlp")
+        self.s, self.alpha = slots.s, slots.alpha
+        self.register_parameter("a", nn.Parameter(torch.zeros(())) if slots.gated else None)
 
     def forward(
         self,
@@ -58,17 +65,18 @@ class Block(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """Add what both sub-layers have to say to the residual stream."""
-        h = self.attention(_times(self.s, self.attention_input_norm(x_BTD)), rotation, cache, mask)
-        x_BTD = _times(self.alpha, x_BTD) + self.attention_output_norm(h)
+        s, alpha, a = self.s, self.alpha, self.a
+        h = self.attention(_times(s, self.attention_input_norm(x_BTD)), rotation, cache, mask)
+        x_BTD = _times(alpha, x_BTD) + _times(a, self.attention_output_norm(h))
         x_BTD = self.attention_residual_norm(x_BTD)
-        h = self.mlp(_times(self.s, self.mlp_input_norm(x_BTD)))
-        x_BTD = _times(self.alpha, x_BTD) + self.mlp_output_norm(h)
+        h = self.mlp(_times(s, self.mlp_input_norm(x_BTD)))
+        x_BTD = _times(alpha, x_BTD) + _times(a, self.mlp_output_norm(h))
         y_BTD: Tensor = self.mlp_residual_norm(x_BTD)
         return y_BTD
 
 
-def _times(scale: float, x: Tensor) -> Tensor:
-    return x if scale == 1.0 else scale * x
+def _times(scale: Tensor | float | None, x: Tensor) -> Tensor:
+    return x if scale is None or (isinstance(scale, float) and scale == 1) else scale * x
 
 
 class LossSums(NamedTuple):
@@ -91,6 +99,8 @@ class Transformer(nn.Module):
         ConfigError: the vocabulary size is missing, or a norm or placement is unknown.
     """
 
+    embed_scale: nn.Parameter | None
+
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config = config.resolve()
@@ -100,12 +110,19 @@ class Transformer(nn.Module):
         placed = PLACEMENTS.get(norm.placement).final_norm
         has_final_norm = placed if norm.final_norm is None else norm.final_norm
         self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.embed_norm = build_norm(norm, config.dim) if norm.embed_norm else nn.Identity()
+        scale = torch.tensor(float(config.dim)).sqrt()
+        self.register_parameter(
+            "embed_scale", nn.Parameter(scale) if config.embed_scale == "learned" else None
+        )
+        self.fixed_embed_scale = scale.item() if config.embed_scale == "fixed" else 1.0
+        self.embed_norm = (
+            build_norm(norm, config.dim, "embed") if norm.embed_norm else nn.Identity()
+        )
         self.rope = RotaryEmbedding(
             config.head_dim, config.max_seq_len, config.rope_theta, config.rope_scaling
         )
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
-        self.final_norm = build_norm(norm, config.dim) if has_final_norm else nn.Identity()
+        self.final_norm = build_norm(norm, config.dim, "final") if has_final_norm else nn.Identity()
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         initialise(self, seed)
@@ -133,7 +150,8 @@ class Transformer(nn.Module):
             positions, mask = torch.arange(n_tokens, device=tokens_BT.device), None
         else:
             positions, mask = cache.positions(n_tokens), cache.mask(n_tokens)
-        x_BTD = self.embed_norm(self.embed(tokens_BT))
+        x_BTD = _times(self.embed_scale, _times(self.fixed_embed_scale, self.embed(tokens_BT)))
+        x_BTD = self.embed_norm(x_BTD)
         rotation = self.rope(positions, x_BTD.dtype)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotation, cache, mask)
@@ -144,8 +162,9 @@ class Transformer(nn.Module):
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Map hidden states (..., D) to logits (..., V)."""
-        tied = self.config.tie_embeddings
-        return F.linear(x_BTD, self.embed.weight if tied else self.lm_head.weight)
+        tied, cap = self.config.tie_embeddings, self.config.logit_softcap
+        logits = F.linear(x_BTD, self.embed.weight if tied else self.lm_head.weight)
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def loss_sums(self, tokens_BT: Tensor, targets_BT: Tensor, z_loss: float = 0.0) -> LossSums:
         """Sum −log p(target), in nats, over the targets that are not −100.
@@ -174,22 +193,28 @@ def is_norm_parameter(name: str) -> bool:
     return any(module.endswith("_norm") for module in name.split(".")[:-1])
 
 
+_DEEPNORM_SCALED = {"v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
     """Draw every matrix anew, each from a generator seeded by (seed, its name) alone.
 
     ``normal``: std 0.02, and 0.02 / √(2·n_layers) for o_proj and down_proj, which write to the
     residual stream (Radford 2019, GPT-2).  ``fan_in``: std 1 / √fan_in; an embedding counts as the
-    head.
+    head.  A placement may divide some of them further (DeepNorm).
     """
+    divisor = PLACEMENTS.get(model.config.norm.placement).init_divisor(model.config.n_layers)
     for name, weight in model.named_parameters():
-        if is_norm_parameter(name) or weight.is_meta:
+        if is_norm_parameter(name) or weight.ndim < 2 or weight.is_meta:
             continue
         if model.config.init == "fan_in":
             std = weight.shape[1] ** -0.5
         else:
             writes = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 / math.sqrt(2 * model.config.n_layers) if writes else 0.02
+        if name.split(".")[-2] in _DEEPNORM_SCALED:
+            std /= divisor
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
         weight.copy_(torch.normal(0.0, std, weight.shape, generator=generator))
