@@ -1,0 +1,362 @@
+"""The command line: parsing only.  Every command is one call into the package.
+
+A command's module is imported when the command is called, so that ``--help``, ``config show`` and
+every faulty config answer before torch is loaded.
+
+Exit status: 0 good; 1 anything not listed; 2 the config or the arguments are wrong; 3 training
+diverged; 130 interrupted after a clean save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minillama import __version__
+from minillama.config import json_schema, load_ablation, load_config, to_yaml
+from minillama.errors import ConfigError, MinillamaError
+
+EPILOG = "exit status: 0 good; 2 your config or arguments; 3 training diverged; 130 interrupted"
+
+
+EXTRAS = {
+    "matplotlib": "report",
+    "plotly": "report",
+    "scipy": "report",
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "gguf": "gguf",
+    "tensorboard": "tensorboard",
+}
+"""The extra of this package that brings each optional library."""
+
+
+def _train(options: Namespace) -> str:
+    config = load_config(options.config, options.overrides)
+    from minillama.commands import train_run
+
+    return train_run(config, options.resume, options.overwrite, progress=not options.quiet)
+
+
+def _ablate(options: Namespace) -> str:
+    config = load_ablation(options.config, options.overrides)
+    from minillama.ablation.runner import dry_run, run
+
+    if options.dry_run:
+        return dry_run(config)
+    from minillama.ablation.report import write_report  # before hours of work, should it be missing
+
+    folder = run(config, progress=not options.quiet)
+    return f"report: {write_report(folder)}"
+
+
+def _report(options: Namespace) -> str:
+    from minillama.ablation.report import write_report
+
+    return f"report: {write_report(options.folder)}"
+
+
+def _eval(options: Namespace) -> str:
+    from minillama.commands import evaluate_text
+
+    return evaluate_text(
+        options.checkpoint, options.text, options.seq_len, options.batch_size, as_json=options.json
+    )
+
+
+def _generate(options: Namespace) -> str:
+    from minillama.commands import write_text
+
+    write_text(
+        options.checkpoint,
+        options.prompt,
+        options.max_new_tokens,
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.seed,
+    )
+    return ""
+
+
+def _export(options: Namespace) -> str:
+    if options.to == "hf":
+        from minillama.interop.huggingface import export
+    else:
+        from minillama.interop.gguf import export
+
+    return export(options.checkpoint, options.out, options.dtype)
+
+
+def _import(options: Namespace) -> str:
+    from minillama.interop.huggingface import import_model
+
+    return import_model(options.folder, options.out)
+
+
+def _bench(options: Namespace) -> str:
+    from minillama.bench import run
+
+    return run(options.what, options.json, options.threads)
+
+
+def _tokenizer_train(options: Namespace) -> str:
+    config = load_config(options.config, options.overrides)
+    from minillama.commands import train_tokenizer_file
+
+    return train_tokenizer_file(config, options.out)
+
+
+def _data_prepare(options: Namespace) -> str:
+    config = load_config(options.config, options.overrides)
+    from minillama.commands import prepare_data
+
+    return prepare_data(config)
+
+
+def _norms(options: Namespace) -> str:
+    from minillama.commands import explain_norms
+
+    return explain_norms(options.name, options.plugin)
+
+
+def _config_show(options: Namespace) -> str:
+    return to_yaml(load_config(options.config, options.overrides)).rstrip()
+
+
+def _config_schema(options: Namespace) -> str:
+    return json_schema()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="minillama",
+        description="Train a small Llama, change its norm by one line, see whether it helps.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"minillama {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(
+        parent: Any, name: str, does: str, example: str, run: Callable[[Namespace], str]
+    ) -> argparse.ArgumentParser:
+        sub: argparse.ArgumentParser = parent.add_parser(
+            name,
+            help=does,
+            description=f"{does[0].upper()}{does[1:]}.",
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        sub.set_defaults(run=run)
+        sub.add_argument("-q", "--quiet", action="store_true", help="no progress, no log lines")
+        return sub
+
+    def takes_config(
+        sub: argparse.ArgumentParser, what: str = "a YAML file or a run folder"
+    ) -> None:
+        sub.add_argument("config", metavar="CONFIG", help=what)
+        sub.add_argument(
+            "overrides", metavar="a.b=c", nargs="*", default=[], help="set a field of the config"
+        )
+
+    def takes_checkpoint(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument(
+            "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run folder (its best)"
+        )
+
+    sub = command(
+        commands,
+        "train",
+        "train a model",
+        "minillama train configs/tiny.yaml model.norm.kind=layernorm optim.lr=1e-3",
+        _train,
+    )
+    takes_config(sub)
+    sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    sub.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
+
+    sub = command(
+        commands,
+        "ablate",
+        "train a grid of arms × learning rates × seeds, and report on it",
+        "minillama ablate configs/ablations/quick.yaml seeds='[0, 1, 2]'",
+        _ablate,
+    )
+    takes_config(sub, "a YAML file of an ablation")
+    sub.add_argument("--dry-run", action="store_true", help="list the cells and what they cost")
+
+    sub = command(
+        commands,
+        "report",
+        "write the report of an ablation, or of one run, anew",
+        "minillama report runs/ablations/quick",
+        _report,
+    )
+    sub.add_argument("folder", metavar="DIR", help="the folder of an ablation or of a run")
+
+    sub = command(
+        commands,
+        "eval",
+        "measure loss, perplexity and bits per byte",
+        "minillama eval runs/tiny --text mybook.txt",
+        _eval,
+    )
+    takes_checkpoint(sub)
+    sub.add_argument("--text", metavar="FILE", help="default: the run's own validation split")
+    sub.add_argument("--seq-len", type=int, help="tokens read at once; default: as in training")
+    sub.add_argument("--batch-size", type=int, default=16, help="windows read at once")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+    sub = command(
+        commands,
+        "generate",
+        "let a model write",
+        'minillama generate runs/tiny --prompt "The file" --temperature 0.8',
+        _generate,
+    )
+    takes_checkpoint(sub)
+    sub.add_argument("--prompt", metavar="TEXT", default="", help="the text to continue")
+    sub.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
+    sub.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest each time")
+    sub.add_argument("--top-k", type=int, default=50, help="0: all")
+    sub.add_argument("--top-p", type=float, default=None)
+    sub.add_argument("--seed", type=int, default=None)
+
+    sub = command(
+        commands,
+        "export",
+        "write a model for other tools",
+        "minillama export runs/tiny --to hf --out exported",
+        _export,
+    )
+    takes_checkpoint(sub)
+    sub.add_argument("--to", choices=("hf", "gguf"), required=True)
+    sub.add_argument("--out", required=True, metavar="DIR")
+    sub.add_argument("--dtype", help="hf: float32, bfloat16, float16; gguf: f32, f16, q8_0")
+
+    sub = command(
+        commands,
+        "import",
+        "read a transformers folder as a checkpoint",
+        "minillama import some-llama --out imported",
+        _import,
+    )
+    sub.add_argument("folder", metavar="HF_DIR")
+    sub.add_argument("--out", required=True, metavar="DIR")
+
+    group = commands.add_parser("tokenizer", help="train a tokenizer").add_subparsers(
+        dest="subcommand", required=True, metavar="COMMAND"
+    )
+    sub = command(
+        group,
+        "train",
+        "train the config's sentencepiece tokenizer on its data",
+        "minillama tokenizer train configs/tiny.yaml tokenizer.vocab_size=1000 --out my.model",
+        _tokenizer_train,
+    )
+    takes_config(sub)
+    sub.add_argument("--out", required=True, metavar="FILE", help="the model file to write")
+
+    group = commands.add_parser("data", help="prepare data").add_subparsers(
+        dest="subcommand", required=True, metavar="COMMAND"
+    )
+    sub = command(
+        group,
+        "prepare",
+        "tokenize the config's data into the cache",
+        "minillama data prepare configs/tiny.yaml",
+        _data_prepare,
+    )
+    takes_config(sub)
+
+    sub = command(
+        commands,
+        "norms",
+        "list norms and placements, or explain one",
+        "minillama norms rmsnorm",
+        _norms,
+    )
+    sub.add_argument("name", nargs="?", help="a kind or a placement")
+    sub.add_argument("--plugin", action="append", default=[], help="a module or .py file of yours")
+
+    group = commands.add_parser("config", help="show a config, or its schema").add_subparsers(
+        dest="subcommand", required=True, metavar="COMMAND"
+    )
+    sub = command(
+        group,
+        "show",
+        "print the resolved config with every default",
+        "minillama config show configs/tiny.yaml optim.lr=1e-3",
+        _config_show,
+    )
+    takes_config(sub)
+    command(
+        group,
+        "schema",
+        "print the JSON schema of a run config",
+        "minillama config schema > minillama.schema.json",
+        _config_schema,
+    )
+
+    sub = command(
+        commands,
+        "bench",
+        "time this machine: ratios between contenders of one run",
+        "minillama bench norms --threads 1 --json norms.json",
+        _bench,
+    )
+    sub.add_argument("what", nargs="?", default="norms", choices=("norms",))
+    sub.add_argument("--threads", type=int, default=None)
+    sub.add_argument("--json", metavar="FILE", help="write the figures to a file as well")
+    return parser
+
+
+def _parse(arguments: Sequence[str] | None) -> Namespace:
+    parser = _parser()
+    # argparse takes no positional after an option, as in `train CONFIG --resume optim.lr=1e-3`.
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [a for a in rest if a.startswith("-") or not hasattr(options, "overrides")]
+    if unknown:
+        parser.error(f"unknown argument {unknown[0]!r}; see minillama {options.command} --help")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    options = _parse(arguments)
+    level = logging.WARNING if options.quiet else logging.INFO
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("minillama").setLevel(level)
+    try:
+        answer = options.run(options)
+        if answer:
+            print(answer, flush=True)
+    except MinillamaError as error:
+        print(f"minillama: {error}", file=sys.stderr)
+        return error.exit_status
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        message = f"this needs {error.name}; install it: pip install 'minillama[{extra}]'"
+        print(f"minillama: {message}", file=sys.stderr)
+        return ConfigError.exit_status
+    except KeyboardInterrupt:
+        print("minillama: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def entry_point() -> None:
+    """Run the command that the shell was given."""
+    sys.exit(main())

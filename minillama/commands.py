@@ -1,0 +1,170 @@
+"""What stands behind the commands: each loads what it needs, does it, and returns what to print."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import time
+from pathlib import Path
+
+from minillama.config import NORM_KINDS, FilesSource, RunConfig
+from minillama.data.prepare import encode_documents, prepare, train_documents
+from minillama.data.sources import open_documents
+from minillama.data.tokenizer import train_tokenizer
+from minillama.errors import ConfigError, RunFolderError
+from minillama.evaluate import evaluate
+from minillama.generate import stream
+from minillama.model.norms import NORMS
+from minillama.model.placement import PLACEMENTS
+from minillama.plugins import load_plugins
+from minillama.registry import unknown_name
+from minillama.training.checkpoint import load_checkpoint
+from minillama.training.trainer import train
+
+
+def train_run(config: RunConfig, resume: bool, overwrite: bool, *, progress: bool) -> str:
+    """Train, and say how it went, where it is and what to do with it."""
+    summary = train(config, resume=resume, overwrite=overwrite, progress=progress)
+    lines = []
+    if summary["sample"]:
+        lines += ["", summary["sample"], ""]
+    lines += [
+        f"validation loss {summary['val_loss']:.4f} nats a token, "
+        f"perplexity {summary['val_perplexity']:.2f}, "
+        f"{summary['val_bits_per_byte']:.3f} bits a byte; fate: {summary['fate']}",
+        f"run folder: {config.out_dir}; let it write: minillama generate {config.out_dir}",
+    ]
+    return "\n".join(lines)
+
+
+def evaluate_text(
+    checkpoint: str,
+    text: str | None,
+    seq_len: int | None,
+    batch_size: int,
+    *,
+    as_json: bool,
+) -> str:
+    """Measure a checkpoint on a text file, or on the validation split of its own data."""
+    model, tokenizer, config = load_checkpoint(checkpoint)
+    if text is None:
+        prepared = prepare(config)
+        tokens, n_bytes, what = prepared.val, prepared.meta.n_val_bytes, "the validation split"
+    else:
+        documents = open_documents(FilesSource(kind="files", files=[text]))
+        tokens, n_bytes = encode_documents(documents, tokenizer)
+        what = text
+    result = evaluate(
+        model,
+        tokens,
+        n_bytes=n_bytes,
+        seq_len=seq_len or config.data.seq_len,
+        batch_size=batch_size,
+    )
+    if as_json:
+        return json.dumps({**result, "n_bytes": n_bytes})
+    return (
+        f"{what}: loss {result['loss']:.4f} nats a token, perplexity {result['perplexity']:.2f}, "
+        f"{result['bits_per_byte']:.4f} bits a byte "
+        f"({result['n_tokens']} tokens, {n_bytes} bytes)"
+    )
+
+
+def write_text(
+    checkpoint: str,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | None,
+) -> None:
+    """Print the prompt and what the model makes of it, as it comes."""
+    model, tokenizer, _ = load_checkpoint(checkpoint)
+    prompt_ids = tokenizer.encode(prompt, bos=True)
+    new_ids: list[int] = []
+    shown = tokenizer.decode(prompt_ids)
+    sys.stdout.write(shown)
+    started = time.perf_counter()
+    ids = stream(
+        model, prompt_ids, max_new_tokens, temperature, top_k, top_p, seed, {tokenizer.eos_id}
+    )
+    for token in ids:
+        new_ids.append(token)
+        text = tokenizer.decode(prompt_ids + new_ids)
+        if not text.endswith(
+            "\N{REPLACEMENT CHARACTER}"
+        ):  # the bytes of a character are not all here
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    sys.stdout.write(tokenizer.decode(prompt_ids + new_ids)[len(shown) :] + "\n")
+    sys.stdout.flush()
+    seconds = time.perf_counter() - started
+    print(
+        f"{len(new_ids)} tokens in {seconds:.2f} s, {len(new_ids) / seconds:.0f} tokens/s",
+        file=sys.stderr,
+    )
+
+
+def train_tokenizer_file(config: RunConfig, out: str) -> str:
+    """Train the config's sentencepiece tokenizer on the training part of its data."""
+    if config.tokenizer.kind != "bpe":
+        raise ConfigError(
+            f"tokenizer.kind = {config.tokenizer.kind!r} needs no training; set tokenizer.kind=bpe"
+        )
+    tokenizer = train_tokenizer(train_documents(config), config.tokenizer.vocab_size or 0)
+    try:
+        tokenizer.save(Path(out))
+    except OSError as error:
+        raise RunFolderError(f"{out} cannot be written: {error.strerror}") from None
+    return f"{out}: {tokenizer.vocab_size} ids; use it: tokenizer.path={out}"
+
+
+def prepare_data(config: RunConfig) -> str:
+    """Tokenize the config's data into the cache, and say what is there."""
+    prepared = prepare(config)
+    meta = prepared.meta
+    lines = [f"{name}: {value}" for name, value in meta.model_dump().items()]
+    return "\n".join([f"folder: {prepared.folder}", *lines])
+
+
+def explain_norms(name: str | None, plugins: list[str]) -> str:
+    """List every norm kind and placement with formula and source, or explain the one named."""
+    load_plugins(plugins)
+    if name is None:
+        kinds = [(kind, NORMS.get(kind).formula, NORMS.get(kind).source) for kind in NORMS]
+        rows = [
+            (row, PLACEMENTS.get(row).formula, PLACEMENTS.get(row).source) for row in PLACEMENTS
+        ]
+        return "\n\n".join(
+            (
+                _table("model.norm.kind", kinds),
+                _table("model.norm.placement (N: the norm, f: attention or MLP)", rows),
+                "minillama norms NAME explains one",
+            )
+        )
+    if name in NORMS:
+        spec = NORMS.get(name)
+        parts = [f"{name}: {spec.formula}    ({spec.source})"]
+        parts += [inspect.cleandoc(spec.build.__doc__)] if spec.build.__doc__ else []
+        fields = NORM_KINDS.get(name).model_fields
+        options = [
+            f"  {field}: default {info.get_default()!r}"
+            + (f"; {info.description}" if info.description else "")
+            for field, info in fields.items()
+        ]
+        parts += ["model.norm.options\n" + "\n".join(options)] if options else []
+        return "\n\n".join(parts)
+    if name in PLACEMENTS:
+        row = PLACEMENTS.get(name)
+        final = "a norm before the head" if row.final_norm else "no norm before the head"
+        return f"{name}: x ← {row.formula}    ({row.source})\n{final}"
+    raise ConfigError(unknown_name("norm kind or placement", name, [*NORMS, *PLACEMENTS]))
+
+
+def _table(title: str, rows: list[tuple[str, str, str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"  {name:<{widths[0]}}  {formula:<{widths[1]}}  {src}" for name, formula, src in rows]
+    return "\n".join([title, *lines])
