@@ -52,6 +52,16 @@ class Cell:
         assert self.config.out_dir is not None
         return Path(self.config.out_dir)
 
+    @property
+    def steps(self) -> int:
+        """Updates that the run makes."""
+        return self.config.train.steps
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the run trains on."""
+        return self.steps * self.config.train.batch_size * self.config.data.seq_len
+
 
 def cell_path(arm: str, lr: float, seed: int) -> Path:
     """Return a cell's folder, seen from its ablation's."""

@@ -1,0 +1,203 @@
+"""From runs to what can be said of each arm, and of each arm beside its baseline.
+
+Everywhere, a run that diverged counts with the loss at init ℓ₀, as the LR sensitivity counts it: to
+leave it out would flatter the arm that failed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from minillama.ablation.measures import (
+    Basin,
+    Floats,
+    Sensitivity,
+    capped,
+    lr_basin,
+    lr_sensitivity,
+)
+from minillama.ablation.results import Results, Run
+from minillama.ablation.statistics import (
+    bca_interval,
+    holm,
+    sign_flip_test,
+    t_interval,
+    t_test,
+    tost,
+)
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """What one arm's runs show; losses are validation losses in nats a token."""
+
+    name: str
+    baseline: str
+    runs: Sequence[Run]
+    losses: Mapping[tuple[float, int], float]
+    mean_loss: Mapping[float, float]
+    best_lr: float
+    best_loss: float
+    best_sd: float
+    best_seeds: tuple[int, ...]
+    edge: str
+    sensitivity: Mapping[int, Sensitivity]
+    basin: Basin | None
+    fates: Counter[str]
+
+    def first(self, key: str) -> float:
+        """Return a number of the summary that all runs of the arm share."""
+        known = (run.figure(key) for run in self.runs)
+        return next((value for value in known if not math.isnan(value)), math.nan)
+
+    def mean_sensitivity(self) -> tuple[float, float]:
+        """Return S, plain and trapezoid, averaged over the seeds with a full grid."""
+        if not self.sensitivity:
+            return math.nan, math.nan
+        found = list(self.sensitivity.values())
+        return (
+            float(np.mean([s.plain for s in found])),
+            float(np.mean([s.trapezoid for s in found])),
+        )
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An interval of a mean difference; NaN where there are too few pairs for it."""
+
+    low: float
+    high: float
+
+    def excludes(self, value: float) -> bool:
+        """Whether ``value`` lies outside."""
+        return value < self.low or value > self.high
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm less its baseline, each at its own best LR, paired by seed.
+
+    Below zero the arm's loss is lower.  ``p_holm`` is the t test's p adjusted for all arms compared
+    in the report; ``same_p`` is TOST's: below .05 the two are equivalent within the margin.
+    ``s_mean`` and ``s_t95`` are of the plain LR sensitivity, over seeds with a full grid in both.
+    """
+
+    arm: str
+    baseline: str
+    lr: float
+    baseline_lr: float
+    seeds: tuple[int, ...]
+    differences: tuple[float, ...]
+    mean: float
+    t95: Interval
+    bca95: Interval
+    t90: Interval
+    p_t: float
+    p_holm: float
+    p_sign: float
+    same_p: float
+    s_mean: float
+    s_t95: Interval
+
+
+def analyse_arms(results: Results) -> list[ArmResult]:
+    """Return what each arm's ended runs show, in the order of the config."""
+    return [_analyse(results, arm) for arm in results.arms]
+
+
+def _loss(run: Run) -> float:
+    return float(capped(run.figure("val_loss"), _init_loss([run])))
+
+
+def _init_loss(runs: Sequence[Run]) -> float:
+    known = [run.figure("init_val_loss") for run in runs]
+    known = [loss for loss in known if math.isfinite(loss)]
+    return float(np.mean(known)) if known else math.inf
+
+
+def _analyse(results: Results, arm: str) -> ArmResult:
+    runs = results.of_arm(arm)
+    losses = {(run.lr, run.seed): _loss(run) for run in runs if run.ended}
+    mean_loss = {}
+    for lr in results.lrs:
+        at_lr = [loss for (other, _), loss in losses.items() if other == lr]
+        if at_lr:
+            mean_loss[lr] = float(np.mean(at_lr))
+    best_lr = min(mean_loss, key=lambda lr: mean_loss[lr]) if mean_loss else math.nan
+    at_best = {seed: loss for (lr, seed), loss in losses.items() if lr == best_lr}
+    edge = ""
+    if len(results.lrs) > 1 and mean_loss:
+        edge = {results.lrs[0]: "lowest", results.lrs[-1]: "highest"}.get(best_lr, "")
+    init_loss = _init_loss(runs)
+    sensitivity = {
+        seed: lr_sensitivity(results.lrs, [losses[lr, seed] for lr in results.lrs], init_loss)
+        for seed in results.seeds
+        if all((lr, seed) in losses for lr in results.lrs) and len(results.lrs) > 1
+    }
+    full = len(results.lrs) > 1 and len(mean_loss) == len(results.lrs)
+    return ArmResult(
+        name=arm,
+        baseline=results.baseline_of.get(arm, arm),
+        runs=runs,
+        losses=losses,
+        mean_loss=mean_loss,
+        best_lr=best_lr,
+        best_loss=mean_loss.get(best_lr, math.nan),
+        best_sd=float(np.std(list(at_best.values()), ddof=1)) if len(at_best) > 1 else math.nan,
+        best_seeds=tuple(sorted(at_best)),
+        edge=edge,
+        sensitivity=sensitivity,
+        basin=lr_basin(list(mean_loss), list(mean_loss.values()), init_loss) if full else None,
+        fates=Counter(run.fate for run in runs),
+    )
+
+
+def compare_arms(arms: Sequence[ArmResult], margin: float) -> list[Comparison]:
+    """Compare each arm with its baseline, where they share a seed at their best LRs."""
+    named = {arm.name: arm for arm in arms}
+    out = []
+    for arm in arms:
+        baseline = named.get(arm.baseline)
+        if baseline is None or baseline is arm:
+            continue
+        seeds = tuple(s for s in arm.best_seeds if s in baseline.best_seeds)
+        if seeds:
+            out.append(_compare(arm, baseline, seeds, margin))
+    adjusted = holm([c.p_t for c in out])
+    return [replace(c, p_holm=p) for c, p in zip(out, adjusted, strict=True)]
+
+
+def _compare(
+    arm: ArmResult, baseline: ArmResult, seeds: tuple[int, ...], margin: float
+) -> Comparison:
+    d = np.array([arm.losses[arm.best_lr, s] - baseline.losses[baseline.best_lr, s] for s in seeds])
+
+    both = [s for s in arm.sensitivity if s in baseline.sensitivity]
+    s_d = np.array([arm.sensitivity[s].plain - baseline.sensitivity[s].plain for s in both])
+
+    def interval(ends: tuple[Floats, Floats]) -> Interval:
+        return Interval(float(ends[0]), float(ends[1]))
+
+    return Comparison(
+        arm=arm.name,
+        baseline=baseline.name,
+        lr=arm.best_lr,
+        baseline_lr=baseline.best_lr,
+        seeds=seeds,
+        differences=tuple(d.tolist()),
+        mean=float(d.mean()),
+        t95=interval(t_interval(d)),
+        bca95=interval(bca_interval(d)),
+        t90=interval(t_interval(d, 0.90)),
+        p_t=float(t_test(d)),
+        p_holm=math.nan,
+        p_sign=float(sign_flip_test(d)),
+        same_p=float(tost(d, margin)),
+        s_mean=float(s_d.mean()) if both else math.nan,
+        s_t95=interval(t_interval(s_d)),
+    )

@@ -1,0 +1,259 @@
+"""The report's picture for papers: loss by learning rate, and how each run got there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from minillama.ablation.analysis import ArmResult
+from minillama.ablation.drawing import ArmStyle, arm_styles, running_mean, smoothing_window
+from minillama.ablation.results import Results, Run
+
+_DASHES: dict[str, Any] = {
+    "solid": "-",
+    "dash": (0, (6, 2)),
+    "dot": (0, (1.5, 1.5)),
+    "dashdot": (0, (6, 2, 1.5, 2)),
+    "longdash": (0, (10, 3)),
+}
+_MARKERS = {
+    "circle": "o",
+    "square": "s",
+    "diamond": "D",
+    "triangle-up": "^",
+    "pentagon": "p",
+    "star": "*",
+    "hexagon": "h",
+}
+_INK, _SOFT, _GRID = "#1d2126", "#59616b", "#e4e1da"
+_MOST_PANELS = 6
+
+
+def write_picture(
+    path: Path, results: Results, arms: Sequence[ArmResult], headline: str, source: str
+) -> None:
+    """Draw loss against learning rate on the left, loss against step for each rate on the right.
+
+    A single run has the right half alone.  ``source`` is the line of small print under it.
+    """
+    styles = arm_styles(results.arms)
+    sweep = len(results.lrs) > 1
+    rates = _panel_rates(results)
+    columns = min(3, len(rates))
+    rows = math.ceil(len(rates) / columns)
+    width = 12.6 if sweep else 8.0
+    figure = Figure(figsize=(width, 5.3 if rows < 2 or not sweep else 6.2), dpi=160)
+    FigureCanvasAgg(figure)
+    figure.set_facecolor("white")
+    outer = figure.add_gridspec(
+        1,
+        2 if sweep else 1,
+        width_ratios=[1, 1.35] if sweep else None,
+        left=0.065 if sweep else 0.09,
+        right=0.985,
+        top=0.79,
+        bottom=0.15,
+        wspace=0.17,
+    )
+    if sweep:
+        _loss_by_rate(figure.add_subplot(outer[0, 0]), results, arms, styles)
+    inner = outer[0, -1].subgridspec(rows, columns, wspace=0.07, hspace=0.28)
+    _panels(figure, inner, results, rates, columns, styles)
+    _words(figure, results, styles, headline, source)
+    figure.savefig(path, metadata={"Software": "minillama"})
+
+
+def _panel_rates(results: Results) -> list[float]:
+    """Return the rates that get a panel: all, or the middle of a grid too long to draw."""
+    rates = [lr for lr in results.lrs if any(run.lr == lr for run in results.runs)] or [
+        results.lrs[0]
+    ]
+    if len(rates) <= _MOST_PANELS:
+        return rates
+    at = np.linspace(0, len(rates) - 1, _MOST_PANELS).round().astype(int)
+    return [rates[i] for i in at]
+
+
+def _clean(axes: Axes) -> None:
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_SOFT)
+    axes.tick_params(colors=_SOFT, labelsize=9)
+
+
+def _loss_by_rate(
+    axes: Axes, results: Results, arms: Sequence[ArmResult], styles: dict[str, ArmStyle]
+) -> None:
+    _clean(axes)
+    drawn = [run for run in results.runs if run.has_loss]
+    losses = [run.figure("val_loss") for run in drawn] or [0.0, 1.0]
+    pad = 0.06 * (max(losses) - min(losses)) or 0.1
+    lost = [run for run in results.runs if run.fate == "diverged"]
+    top = max(losses) + (3 if lost else 1) * pad
+    for arm in arms:
+        style = styles[arm.name]
+        means = [
+            (lr, loss)
+            for lr, loss in arm.mean_loss.items()
+            if all(run.has_loss for run in arm.runs if run.lr == lr and run.ended)
+        ]
+        axes.plot(
+            [lr for lr, _ in means],
+            [loss for _, loss in means],
+            color=style.light,
+            linestyle=_DASHES[style.dash],
+            linewidth=2,
+        )
+        for run in arm.runs:
+            if run.fate == "diverged":
+                axes.plot(run.lr, top - pad, "x", color=style.light, markersize=9, mew=2.4)
+            elif run.fate == "collapsed" and run.has_loss:
+                axes.plot(
+                    run.lr, run.figure("val_loss"), "x", color=style.light, markersize=9, mew=2.4
+                )
+            elif run.has_loss:
+                axes.plot(
+                    run.lr,
+                    run.figure("val_loss"),
+                    _MARKERS[style.symbol],
+                    color=style.light,
+                    markersize=7,
+                    markeredgecolor="white",
+                    markeredgewidth=0.9,
+                )
+    if lost:
+        _name_level(axes, "diverged", top - pad)
+    unigram = [run.figure("unigram_entropy") for run in results.runs]
+    level = float(np.nanmean(unigram)) if np.isfinite(unigram).any() else math.nan
+    if min(losses) - pad < level < top:
+        axes.axhline(level, color=_SOFT, linewidth=1, linestyle=":")
+        _name_level(axes, "unigram entropy", level)
+    axes.set_ylim(min(losses) - pad, top)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(results.lrs))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.margins(x=0.09)
+    axes.set_xlabel("peak learning rate", color=_INK)
+    axes.set_ylabel("final validation loss (nats a token)", color=_INK)
+
+
+def _name_level(axes: Axes, name: str, level: float) -> None:
+    axes.annotate(
+        name,
+        (0.01, level),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        fontsize=9,
+        color=_SOFT,
+    )
+
+
+def _panels(
+    figure: Figure,
+    grid: object,
+    results: Results,
+    rates: Sequence[float],
+    columns: int,
+    styles: dict[str, ArmStyle],
+) -> None:
+    """Draw loss against step, a panel for each rate, all on the same axes."""
+    first: Axes | None = None
+    low, high = _loss_range(results.runs)
+    for i, lr in enumerate(rates):
+        axes = figure.add_subplot(grid[i // columns, i % columns], sharex=first, sharey=first)  # type: ignore[index]
+        first = first or axes
+        _clean(axes)
+        for run in results.runs:
+            if run.lr != lr:
+                continue
+            style, curves = styles[run.arm], run.curves
+            axes.plot(curves.steps, curves.loss, color=style.light, linewidth=0.6, alpha=0.22)
+            smooth = running_mean(curves.loss, smoothing_window(len(curves.loss)))
+            axes.plot(
+                curves.steps,
+                smooth,
+                color=style.light,
+                linewidth=1.7,
+                linestyle=_DASHES[style.dash],
+            )
+            axes.plot(
+                curves.val_steps,
+                curves.val_loss,
+                _MARKERS[style.symbol],
+                color=style.light,
+                markersize=5,
+                markeredgecolor="white",
+                markeredgewidth=0.7,
+            )
+        if len(results.lrs) > 1:
+            axes.set_title(f"learning rate {lr:g}", fontsize=10, color=_INK, pad=5)
+        axes.set_ylim(low, high)
+        if i % columns:
+            axes.tick_params(labelleft=False)
+        else:
+            axes.set_ylabel("loss (nats a token)", color=_INK)
+        if i + columns < len(rates):
+            axes.tick_params(labelbottom=False)
+        else:
+            axes.set_xlabel("step", color=_INK)
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _loss_range(runs: Sequence[Run]) -> tuple[float, float]:
+    """Return the range that shows every curve from its start, and no spike's whole height."""
+    values = [run.curves.loss for run in runs] + [run.curves.val_loss for run in runs]
+    finite = np.concatenate([part[np.isfinite(part)] for part in values] or [np.zeros(0)])
+    if len(finite) == 0:
+        return 0.0, 1.0
+    low, high = float(finite.min()), float(np.quantile(finite, 0.995))
+    starts = [run.figure("init_val_loss") for run in runs if run.summary.get("init_val_loss")]
+    high = min(float(finite.max()), max([high, *starts]))
+    pad = 0.04 * (high - low) or 0.1
+    return low - pad, high + pad
+
+
+def _words(
+    figure: Figure, results: Results, styles: dict[str, ArmStyle], headline: str, source: str
+) -> None:
+    left = 0.02
+    figure.text(left, 0.945, results.name, fontsize=15, fontweight="bold", color=_INK)
+    figure.text(left, 0.9, headline, fontsize=10.5, color=_SOFT)
+    figure.text(left, 0.022, source, fontsize=8, color=_SOFT)
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=styles[arm].light,
+            linestyle=_DASHES[styles[arm].dash],
+            marker=_MARKERS[styles[arm].symbol],
+            markeredgecolor="white",
+            linewidth=2,
+            markersize=8,
+            label=arm,
+        )
+        for arm in results.arms
+    ]
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(left - 0.008, 0.89),
+        ncols=min(len(handles), 7),
+        frameon=False,
+        fontsize=10,
+        labelcolor=_INK,
+        handlelength=3.2,
+    )

@@ -1,0 +1,239 @@
+"""The files of finished runs, read back: a folder in, plain tables and curves out.
+
+    ablation.yaml, cells.csv
+    cells/<arm>/lr-<lr>/seed-<seed>/{config.yaml, metrics.jsonl, summary.json}
+
+It trains nothing, loads no model and imports no plugin, so that a report can be made anywhere.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minillama.ablation.grid import arms as arms_of
+from minillama.ablation.grid import cell_path
+from minillama.ablation.measures import gradient_figures, spike_score
+from minillama.config import load_ablation
+from minillama.errors import ConfigError, RunFolderError
+from minillama.reading import read_yaml
+from minillama.training.loggers import read_metrics
+
+Floats = NDArray[np.float64]
+
+COLUMNS = (
+    *("arm", "lr", "seed", "fate", "val_loss", "train_loss", "steps", "tokens", "seconds"),
+    *("run_dir", "best_val_loss", "best_step", "init_val_loss", "unigram_entropy"),
+    *("val_bits_per_byte", "tokens_per_s", "n_params", "n_norm_params", "spike_score"),
+    *("grad_norm_max", "grad_norm_p99", "clipped_share", "threads", "config_hash"),
+    *("weights_hash", "data_hash", "error"),
+)
+"""The columns of ``cells.csv``."""
+
+ENDED = ("ok", "collapsed", "diverged")
+"""Fates of a run that came to its end; ``crashed`` and ``unfinished`` ones did not."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What ``metrics.jsonl`` holds, as arrays; a value that was not finite is NaN."""
+
+    steps: Floats
+    loss: Floats
+    grad_norm: Floats
+    clipped: NDArray[np.bool_]
+    val_steps: Floats
+    val_loss: Floats
+    probes: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: where it stands in the grid, how it ended, what it left."""
+
+    arm: str
+    lr: float
+    seed: int
+    folder: Path
+    fate: str
+    summary: Mapping[str, Any]
+    config: Mapping[str, Any]
+    curves: Curves
+    error: str = ""
+
+    def figure(self, key: str) -> float:
+        """Return a number of the summary, NaN where it is missing or null."""
+        value = self.summary.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if number and value is not None else math.nan
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it ended with a loss to draw; a diverged run may have one, but far off."""
+        return self.fate in ("ok", "collapsed") and math.isfinite(self.figure("val_loss"))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run came to its own end, good or bad."""
+        return self.fate in ENDED
+
+
+@dataclass(frozen=True)
+class Results:
+    """An ablation's runs in the order of its grid, or one run on its own."""
+
+    name: str
+    folder: Path
+    arms: tuple[str, ...]
+    baseline_of: Mapping[str, str]
+    lrs: tuple[float, ...]
+    seeds: tuple[int, ...]
+    margin: float
+    runs: tuple[Run, ...]
+    is_ablation: bool = True
+    missing: tuple[tuple[str, float, int], ...] = field(default=())
+
+    def of_arm(self, arm: str) -> list[Run]:
+        """Return the runs of one arm."""
+        return [run for run in self.runs if run.arm == arm]
+
+
+def read_results(folder: str | Path) -> Results:
+    """Read an ablation's folder, or a single run's, finished or not.
+
+    Raises:
+        ConfigError: the folder holds neither.
+        RunFolderError: one of its files is damaged.
+    """
+    folder = Path(folder)
+    if (folder / "ablation.yaml").is_file():
+        return _read_ablation(folder)
+    if (folder / "config.yaml").is_file():
+        config = read_yaml(folder / "config.yaml")
+        name = str(config.get("name", folder.name))
+        lr = float(config.get("optim", {}).get("lr", math.nan))
+        run = read_run(folder, name, lr, int(config.get("train", {}).get("seed", 0)))
+        return Results(
+            name, folder, (name,), {name: name}, (lr,), (run.seed,), 0.02, (run,), is_ablation=False
+        )
+    raise ConfigError(
+        f"{folder} holds neither an ablation (ablation.yaml) nor a run (config.yaml); "
+        "name the folder that `minillama ablate` or `minillama train` wrote"
+    )
+
+
+def _read_ablation(folder: Path) -> Results:
+    config = load_ablation(folder / "ablation.yaml")
+    arms = arms_of(config)
+    errors = {
+        (row["arm"], float(row["lr"]), int(row["seed"])): row.get("error") or ""
+        for row in _rows(folder / "cells.csv")
+        if row.get("fate") == "crashed"
+    }
+    runs, missing = [], []
+    for arm in arms:
+        for lr in config.lr:
+            for seed in config.seeds:
+                cell = folder / cell_path(arm.name, lr, seed)
+                error = errors.get((arm.name, lr, seed))
+                if (cell / "config.yaml").is_file() or error is not None:
+                    runs.append(read_run(cell, arm.name, lr, seed, crash=error))
+                else:
+                    missing.append((arm.name, lr, seed))
+    return Results(
+        name=config.name,
+        folder=folder,
+        arms=tuple(arm.name for arm in arms),
+        baseline_of={arm.name: arm.baseline for arm in arms},
+        lrs=tuple(sorted(config.lr)),
+        seeds=tuple(config.seeds),
+        margin=config.margin,
+        runs=tuple(runs),
+        missing=tuple(missing),
+    )
+
+
+def read_run(folder: Path, arm: str, lr: float, seed: int, crash: str | None = None) -> Run:
+    """Read one run's folder; ``crash`` is the error of a run that came to no end of its own.
+
+    Raises:
+        RunFolderError: its summary is damaged.
+    """
+    summary: Mapping[str, Any] = {}
+    if (folder / "summary.json").is_file():
+        try:
+            summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunFolderError(f"{folder / 'summary.json'} is damaged: {error}") from None
+    if summary.get("finished"):
+        fate = str(summary.get("fate", "ok"))
+    else:
+        fate = "unfinished" if crash is None else "crashed"
+    config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
+    curves = read_curves(folder / "metrics.jsonl")
+    return Run(arm, lr, seed, folder, fate, summary, config, curves, crash or "")
+
+
+def read_curves(path: Path) -> Curves:
+    """Read ``metrics.jsonl``, if there is one; a step that stands twice counts as it last was."""
+    train: dict[int, Mapping[str, Any]] = {}
+    val: dict[int, float] = {}
+    probes: dict[int, Mapping[str, Any]] = {}
+    for line in read_metrics(path) if path.is_file() else []:
+        step = int(line["step"])
+        if "loss" in line:
+            train[step] = line
+        if "val_loss" in line:
+            val[step] = _number(line["val_loss"])
+        if "probe" in line:
+            probes[step] = line["probe"]
+    steps = sorted(train)
+    return Curves(
+        steps=np.array(steps, dtype=np.float64),
+        loss=np.array([_number(train[s]["loss"]) for s in steps], dtype=np.float64),
+        grad_norm=np.array([_number(train[s].get("grad_norm")) for s in steps], dtype=np.float64),
+        clipped=np.array([bool(train[s].get("clipped")) for s in steps], dtype=np.bool_),
+        val_steps=np.array(sorted(val), dtype=np.float64),
+        val_loss=np.array([val[s] for s in sorted(val)], dtype=np.float64),
+        probes=tuple((s, probes[s]) for s in sorted(probes)),
+    )
+
+
+def row_of(run: Run, root: Path) -> dict[str, Any]:
+    """Return a run's line of ``cells.csv``; what is not known is None."""
+    gradients = gradient_figures(run.curves.grad_norm, run.curves.clipped.tolist())
+    known = {
+        "arm": run.arm,
+        "lr": run.lr,
+        "seed": run.seed,
+        "fate": run.fate,
+        "run_dir": run.folder.relative_to(root).as_posix(),
+        "spike_score": spike_score(run.curves.loss, run.curves.grad_norm),
+        "grad_norm_max": gradients.max,
+        "grad_norm_p99": gradients.p99,
+        "clipped_share": gradients.clipped_share,
+        "error": run.error or None,
+    }
+    row = {column: known.get(column, run.summary.get(column)) for column in COLUMNS}
+    return {key: None if value != value else value for key, value in row.items()}
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _number(value: Any) -> float:
+    """Return a finite number as it is, anything else as NaN."""
+    number = float(value) if isinstance(value, int | float) else math.nan
+    return number if math.isfinite(number) else math.nan

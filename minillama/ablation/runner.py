@@ -1,0 +1,250 @@
+"""Runs an ablation: every cell an ordinary run, spread over workers that share the cores out.
+
+    cells ──prepare──▶ text and tokenizer, once ──▶ Pool ──▶ cells/…, a row of cells.csv each
+
+What a cell leaves on disk is all that counts: a finished one is not run again, an unfinished one
+goes on where it was saved, so the same command after a kill at any moment completes the grid.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from minillama.ablation.display import Display
+from minillama.ablation.estimate import TIMED_STEPS, estimate
+from minillama.ablation.grid import Cell, cells
+from minillama.ablation.pool import Ended, Pool
+from minillama.ablation.table import CellTable, is_finished
+from minillama.config import AblationConfig, parse_run, to_yaml
+from minillama.data.prepare import prepare
+from minillama.errors import (
+    ConfigError,
+    InterruptedRunError,
+    MinillamaError,
+    RunFolderError,
+)
+from minillama.reading import read_yaml
+from minillama.training.device import pick_device
+from minillama.training.durable import write_whole, writing
+from minillama.training.interrupt import StopSignal
+
+UNCOUNTED = ("name", "out_dir", "loggers")
+"""Fields of a run that do not decide its numbers."""
+
+_POLL = 0.3  # seconds between looks at how far the running cells are
+
+_log = logging.getLogger("minillama")
+
+
+def run(config: AblationConfig, *, progress: bool = True) -> Path:
+    """Run every cell that is not finished and return the ablation's folder.
+
+    A cell that diverges or collapses is a result; one that crashes is a row of ``cells.csv`` with
+    its error, its output is in ``log.txt`` of its folder, and the others go on.
+
+    Args:
+        config: of the ablation; see :func:`minillama.config.load_ablation`.
+        progress: show one bar for the whole, and a line for each cell that ends.
+
+    Raises:
+        ConfigError: an arm is faulty, or the folder holds cells of another config.
+        DataError, TokenizerError: the text cannot be used.
+        RunFolderError: the folder cannot be written, or another ablation is writing into it.
+        InterruptedRunError: Ctrl-C or SIGTERM came; what was running is saved.
+        MinillamaError: every cell crashed.
+    """
+    grid = cells(config)
+    folder = _folder(config)
+    with _claimed(folder):
+        _refuse_changed(grid)
+        _prepare_data(grid)
+        with writing(folder):
+            write_whole(folder / "ablation.yaml", to_yaml(_standing_alone(config)))
+        table = CellTable(folder, grid)
+        table.write()
+        todo = [cell for cell in _run_order(grid) if cell.folder not in table.rows]
+        if not todo:
+            _log.info("%s: all %d cells are finished already", folder, len(grid))
+            return folder
+        workers, threads = _share_cores(config, todo)
+        with (
+            StopSignal() as stop,
+            Display(grid, table, progress) as display,
+            Pool(todo, workers, threads) as pool,
+        ):
+            for event in _events(pool, stop, display):
+                if isinstance(event, Cell):
+                    display.started(event)
+                else:
+                    table.add(event)
+                    display.ended(event)
+        if stop.requested:
+            raise InterruptedRunError(
+                f"stopped with {len(table.rows)} of {len(grid)} cells ended; the others are saved "
+                "as far as they came, and the same command goes on"
+            )
+    crashed = [row for row in table.rows.values() if row["fate"] == "crashed"]
+    if len(crashed) == len(grid):
+        log = folder / crashed[0]["run_dir"] / "log.txt"
+        raise MinillamaError(f"every cell crashed; the first: {crashed[0]['error']}; see {log}")
+    if crashed:
+        _log.warning("%d of %d cells crashed; run again to try them anew", len(crashed), len(grid))
+    return folder
+
+
+def dry_run(config: AblationConfig) -> str:
+    """Return the cells, their tokens and an estimate of the time, from real steps of each arm.
+
+    Raises:
+        ConfigError, DataError, TokenizerError, RunFolderError: as :func:`run`.
+    """
+    grid = cells(config)
+    _refuse_changed(grid)
+    _prepare_data(grid)
+    todo = [cell for cell in grid if not is_finished(cell)]
+    lines = [
+        f"{cell.folder}: {cell.tokens:,} tokens" + ("" if cell in todo else ", finished already")
+        for cell in grid
+    ]
+    tokens = sum(cell.tokens for cell in todo)
+    lines.append(f"{len(todo)} of {len(grid)} cells to run, {tokens:,} tokens")
+    if todo:
+        workers, threads = _share_cores(config, todo)
+        seconds = estimate(todo, workers, threads)
+        minutes = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
+        lines.append(
+            f"about {minutes}, from {TIMED_STEPS} real steps and two validations of each arm "
+            f"(workers: {workers}, threads of each: {threads})"
+        )
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------- before the cells
+
+
+def _folder(config: AblationConfig) -> Path:
+    return Path(config.out_dir or f"runs/{config.name}")
+
+
+def _standing_alone(config: AblationConfig) -> AblationConfig:
+    """Return the config with its base in it, so that it can be read from any folder."""
+    if isinstance(config.base, str):
+        return config.model_copy(update={"base": read_yaml(config.base)})
+    return config
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Hold the ablation's folder alone.
+
+    Raises:
+        RunFolderError: it cannot be written, or another ablation holds it.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise RunFolderError(
+                f"{folder}: another ablation is running in this folder; wait for it, "
+                "or choose another out_dir"
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _refuse_changed(grid: Sequence[Cell]) -> None:
+    """Make sure that no cell's folder holds a run of another config.
+
+    Raises:
+        ConfigError: naming each such cell and its first differing field.
+    """
+    changed = []
+    for cell in grid:
+        if not (cell.folder / "config.yaml").is_file():
+            continue
+        before = _flat(parse_run(read_yaml(cell.folder), str(cell.folder)).model_dump(mode="json"))
+        now = _flat(cell.config.model_dump(mode="json"))
+        for name in sorted(before | now):
+            if name not in UNCOUNTED and before.get(name) != now.get(name):
+                was, wanted = before.get(name), now.get(name)
+                changed.append(f"{cell.folder} has {name} = {was!r}, not {wanted!r}")
+                break
+    if changed:
+        shown = "\n  ".join(changed[:5] + ([f"… {len(changed)} in all"] if changed[5:] else []))
+        raise ConfigError(
+            "cells of another config are here; delete their folders, or keep them and set another "
+            f"out_dir\n  {shown}"
+        )
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _prepare_data(grid: Sequence[Cell]) -> None:
+    """Fill the cache once, so that the workers find their tokens there."""
+    seen = set()
+    for cell in grid:
+        config = cell.config
+        key = (config.data.model_dump_json(), config.tokenizer.model_dump_json())
+        if key not in seen:
+            seen.add(key)
+            prepare(config)
+
+
+def _run_order(grid: Sequence[Cell]) -> list[Cell]:
+    """Return the cells seed by seed, arms side by side: half a grid already compares them."""
+    return sorted(grid, key=lambda cell: (cell.seed, cell.lr))
+
+
+def _share_cores(config: AblationConfig, todo: Sequence[Cell]) -> tuple[int, int]:
+    """Return how many workers there are and how many threads each has."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    workers = config.runner.workers
+    if workers is None:
+        # an accelerator is one device for all workers, who would fight for its memory
+        on_cpu = all(pick_device(cell.config.train.device).type == "cpu" for cell in todo)
+        workers = cores if on_cpu else 1
+    workers = min(workers, len(todo))
+    return workers, config.runner.threads or max(1, cores // workers)
+
+
+# ------------------------------------------------------------------------------- while they run
+
+
+def _events(pool: Pool, stop: StopSignal, display: Display) -> Iterator[Cell | Ended]:
+    """Yield what happens in the pool until it is done, passing on the wish to stop."""
+    stopping = False
+    while True:
+        busy = pool.busy  # before the queue is looked at: what comes after is still fetched
+        try:
+            yield pool.events.get(timeout=_POLL)
+            continue
+        except queue.Empty:
+            display.poll()
+        if not busy:
+            return
+        if stop.requested and not stopping:
+            stopping = True
+            display.say("stopping: the running cells are being saved")
+            pool.stop()
