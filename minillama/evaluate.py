@@ -44,38 +44,50 @@ def evaluate(
         ``n_bytes``) and ``n_tokens``, the number predicted.
 
     Raises:
-        DataError: fewer than two tokens.
-        ConfigError: ``seq_len`` is longer than the model's context.
+        DataError: fewer than two tokens, or ids that the model does not know.
+        ConfigError: ``seq_len`` is longer than the model's context, or a size is not positive.
     """
-    seq_len = seq_len or model.config.max_seq_len
+    seq_len = model.config.max_seq_len if seq_len is None else seq_len
+    for name, size in (("seq_len", seq_len), ("batch_size", batch_size), ("n_bytes", n_bytes)):
+        if size is not None and size < 1:
+            raise ConfigError(f"{name} = {size}: must be at least 1")
     if seq_len > model.config.max_seq_len:
         raise ConfigError(
             f"seq_len = {seq_len} is above the model's max_seq_len = {model.config.max_seq_len}"
         )
     ids_N = tokens.numpy(force=True) if isinstance(tokens, Tensor) else np.asanyarray(tokens)
-    if ids_N.ndim != 1 or len(ids_N) < 2:
-        raise DataError(f"nothing to predict in tokens of shape {ids_N.shape}; give two or more")
+    if ids_N.ndim != 1 or len(ids_N) < 2 or ids_N.dtype.kind not in "iu":
+        raise DataError(
+            f"nothing to predict in {ids_N.dtype} tokens of shape {ids_N.shape}; give two ids or "
+            "more in one row"
+        )
+    vocab_size = model.embed.num_embeddings
     device = model.embed.weight.device
     total = 0.0
-    for inputs_BT, targets_BT in _windows(ids_N, seq_len, batch_size):
+    for inputs_BT, targets_BT in _windows(ids_N, seq_len, batch_size, vocab_size):
         sums = model.loss_sums(inputs_BT.to(device), targets_BT.to(device))
         total += float(sums.cross_entropy)
     loss = total / (len(ids_N) - 1)
     return {
         "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        "bits_per_byte": total / math.log(2) / n_bytes if n_bytes else None,
+        "perplexity": math.inf if loss > 700 else math.exp(loss),
+        "bits_per_byte": total / math.log(2) / n_bytes if n_bytes is not None else None,
         "n_tokens": len(ids_N) - 1,
     }
 
 
 def _windows(
-    ids_N: npt.NDArray[Any], seq_len: int, batch_size: int
+    ids_N: npt.NDArray[Any], seq_len: int, batch_size: int, vocab_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (inputs, targets), (B, T) each, that predict every id but the first once."""
     span = seq_len * batch_size
     for start in range(0, len(ids_N) - 1, span):
         ids = torch.from_numpy(ids_N[start : start + span + 1].astype(np.int64))
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            raise DataError(
+                f"an id of tokens {start} to {start + len(ids) - 1} is outside the model's "
+                f"vocabulary of {vocab_size}; encode the text with the model's own tokenizer"
+            )
         inputs, targets = ids[:-1], ids[1:]
         rows = -(-len(inputs) // seq_len)
         missing = rows * seq_len - len(inputs)

@@ -10,12 +10,13 @@ Shapes: B prompts, V vocabulary.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from minillama.errors import ConfigError
+from minillama.errors import ConfigError, MinillamaError
 from minillama.model.kv_cache import KVCache
 from minillama.model.transformer import Transformer
 
@@ -44,6 +45,7 @@ def generate(
 
     Raises:
         ConfigError: an argument is out of its range, or the prompt is empty.
+        MinillamaError: the model's logits are not finite.
     """
     return list(
         stream(model, prompt_ids, max_new_tokens, temperature, top_k, top_p, seed, stop_ids)
@@ -62,7 +64,7 @@ def stream(
 ) -> Iterator[int]:
     """Yield the ids of :func:`generate` one by one, as they come."""
     sampler = Sampler(1, temperature, top_k, top_p, seed)
-    for _, token in _decode(model, [list(prompt_ids)], max_new_tokens, sampler, stop_ids):
+    for _, token in _decode(model, [prompt_ids], max_new_tokens, sampler, stop_ids):
         yield token
 
 
@@ -82,7 +84,7 @@ def generate_batch(
     """
     new_ids: list[list[int]] = [[] for _ in prompts]
     sampler = Sampler(len(prompts), temperature, top_k, top_p, seed)
-    for row, token in _decode(model, [list(p) for p in prompts], max_new_tokens, sampler, stop_ids):
+    for row, token in _decode(model, prompts, max_new_tokens, sampler, stop_ids):
         new_ids[row].append(token)
     return new_ids
 
@@ -110,10 +112,12 @@ class Sampler:
             if seed is None:
                 generator.seed()
             else:
-                generator.manual_seed(seed + row)
+                generator.manual_seed((seed + row) % 2**64)
 
     def draw(self, logits_BV: Tensor, rows: Sequence[int]) -> list[int]:
         """Return one id for each of ``rows``, whose logits stand in the same order."""
+        if not bool(logits_BV.isfinite().all()):
+            raise MinillamaError("the model's logits are not finite; its weights are of no use")
         if self.temperature == 0:
             return logits_BV.argmax(-1).tolist()
         p_BV = self.probabilities(logits_BV)
@@ -125,15 +129,16 @@ class Sampler:
     def probabilities(self, logits_BV: Tensor) -> Tensor:
         """Return what is sampled from, after temperature, top-k and top-p, float32 on the CPU."""
         logits_BV = logits_BV.float().cpu()
-        # The largest is taken off first: a tiny temperature must not make infinities.
-        logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / self.temperature
         vocab_size = logits_BV.shape[-1]
         if self.top_k and self.top_k < vocab_size:
             kth = logits_BV.topk(self.top_k, dim=-1).values[..., -1:]
             logits_BV = logits_BV.masked_fill(logits_BV < kth, -torch.inf)
-        p_BV = logits_BV.softmax(-1)
+        # No temperature may overflow, nor turn into 0 or infinity where it is rounded to float32.
+        limits = torch.finfo(torch.float32)
+        temperature = min(max(self.temperature, limits.tiny), limits.max)
+        p_BV = ((logits_BV - logits_BV.amax(-1, keepdim=True)) / temperature).softmax(-1)
         if self.top_p is not None and self.top_p < 1:
-            sorted_p, order = p_BV.sort(dim=-1, descending=True)
+            sorted_p, order = p_BV.sort(dim=-1, descending=True, stable=True)
             before = sorted_p.cumsum(-1) - sorted_p
             cut = torch.zeros_like(p_BV).scatter(-1, order, sorted_p * (before < self.top_p))
             p_BV = cut / cut.sum(-1, keepdim=True)
@@ -148,20 +153,22 @@ def _decode_step(model: Transformer, ids_BT: Tensor, cache: KVCache) -> Tensor:
 
 def _decode(
     model: Transformer,
-    contexts: list[list[int]],
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampler: Sampler,
     stop_ids: Collection[int],
 ) -> Iterator[tuple[int, int]]:
     """Yield (row, new id) until every row has stopped or has all its tokens."""
-    if not contexts or max_new_tokens <= 0:
-        if max_new_tokens < 0:
-            raise ConfigError(f"max_new_tokens = {max_new_tokens}: must be 0 or above")
-        return
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens = {max_new_tokens}: must be 0 or above")
+    # operator.index takes the numbers of numpy and torch, and no fraction or letter.
+    contexts = [list(map(operator.index, ids)) for ids in prompts]
     for row, ids in enumerate(contexts):
         if not ids:
             raise ConfigError(f"prompt {row} is empty; begin it with the tokenizer's bos id")
         _check_ids(ids, row, model.config.vocab_size)
+    if not contexts or not max_new_tokens:
+        return
     rows = list(range(len(contexts)))
     window = model.config.max_seq_len
     # A prompt longer than the window keeps its end.

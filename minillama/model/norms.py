@@ -17,6 +17,7 @@ random generator.  ``register_norm`` adds a kind of your own.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -63,7 +64,8 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.eps, self.unit_offset = dim, eps, unit_offset
-        self.n_measured = max(1, int(dim * partial))
+        # Rounded first, since 100 × 0.29 is a little under 29 in floating point.
+        self.n_measured = max(1, math.floor(round(dim * partial, 6)))
         start = torch.zeros if unit_offset else torch.ones
         self.register_parameter("weight", nn.Parameter(start(dim)) if affine else None)
 

@@ -110,11 +110,12 @@ class Transformer(nn.Module):
         placed = PLACEMENTS.get(norm.placement).final_norm
         has_final_norm = placed if norm.final_norm is None else norm.final_norm
         self.embed = nn.Embedding(config.vocab_size, config.dim)
-        scale = torch.tensor(float(config.dim)).sqrt()
+        scale = math.sqrt(config.dim)
         self.register_parameter(
-            "embed_scale", nn.Parameter(scale) if config.embed_scale == "learned" else None
+            "embed_scale",
+            nn.Parameter(torch.tensor(scale)) if config.embed_scale == "learned" else None,
         )
-        self.fixed_embed_scale = scale.item() if config.embed_scale == "fixed" else 1.0
+        self.fixed_embed_scale = scale if config.embed_scale == "fixed" else 1.0
         self.embed_norm = (
             build_norm(norm, config.dim, "embed") if norm.embed_norm else nn.Identity()
         )
@@ -170,9 +171,10 @@ class Transformer(nn.Module):
         """Sum −log p(target), in nats, over the targets that are not −100.
 
         The objective adds ``z_loss`` · (log Z)², which keeps the softmax's normaliser Z near one
-        (Chowdhery 2022, PaLM).  Logits are float32 here, whatever the model's dtype.
+        (Chowdhery 2022, PaLM).  Logits are float32 here (float64 in a float64 model).
         """
-        logits_NV = self(tokens_BT).flatten(0, 1).float()
+        logits_NV = self(tokens_BT).flatten(0, 1)
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         targets_N = targets_BT.flatten()
         cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
         counted_N = targets_N != IGNORED
@@ -216,5 +218,9 @@ def initialise(model: Transformer, seed: int) -> None:
         if name.split(".")[-2] in _DEEPNORM_SCALED:
             std /= divisor
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-        weight.copy_(torch.normal(0.0, std, weight.shape, generator=generator))
+        generator = torch.Generator("cpu").manual_seed(
+            int.from_bytes(digest[:8], "big", signed=True)
+        )
+        # Dtype and device are given, so that torch's defaults change no weight.
+        drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+        weight.copy_(drawn.normal_(0.0, std, generator=generator))
