@@ -1,0 +1,336 @@
+"""A checkpoint: a folder that is written whole or not at all, and read back or refused by name.
+
+    step-000100/ model.safetensors    the weights, and the checksums of all four
+                 config.json          the resolved RunConfig
+                 tokenizer.model      sentencepiece's own file; a byte tokenizer has none
+                 trainer_state.pt     what a resume needs: tensors and plain data only
+
+It needs no conversion to be used.  Neither safetensors nor torch.load notices a flipped bit, so the
+header of model.safetensors carries a SHA-256 of its own tensors and of each file beside it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minillama.config import RunConfig
+from minillama.data.tokenizer import Tokenizer, load_tokenizer
+from minillama.errors import CheckpointError, ConfigError, MinillamaError
+from minillama.model.transformer import Transformer
+from minillama.plugins import load_plugins
+from minillama.reading import check
+from minillama.training.device import pick_device
+from minillama.training.durable import new_folder, writing
+
+WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
+TRAINER_STATE = "trainer_state.pt"
+_STEP_NAME = re.compile(r"step-\d{6,}")
+
+
+# ------------------------------------------------------------------------------------------ write
+
+
+def save_checkpoint(
+    folder: str | Path,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: RunConfig,
+    trainer_state: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a new checkpoint ``folder``; a kill at any moment leaves it whole or leaves nothing.
+
+    Args:
+        folder: must not be there yet; its parent must.
+        model: as it was built, not compiled, so that its parameters have their own names.
+        tokenizer: its file goes along.
+        config: resolved.
+        trainer_state: nested dicts and lists of tensors and plain data; left out of a checkpoint
+            that no training can go on from.
+
+    Raises:
+        RunFolderError: the disk is full, not writable or not there.
+    """
+    with writing(Path(folder)), new_folder(Path(folder)) as new:
+        (new / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        tokenizer.save(new / TOKENIZER)
+        if trainer_state is not None:
+            _torch_save(trainer_state, new / TRAINER_STATE)
+        sums = {file.name: _hash_file(file) for file in new.iterdir()}
+        weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+        sums[WEIGHTS] = hash_tensors(weights)
+        _save_weights(weights, new / WEIGHTS, {"format": "pt", "sha256": json.dumps(sums)})
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return a SHA-256 of names, types, shapes and bytes, whatever the order of the mapping."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _hash_file(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _torch_save(data: Mapping[str, Any], file: Path) -> None:
+    with file.open("wb") as stream:
+        try:
+            torch.save(dict(data), stream)
+        except RuntimeError as error:  # what the system said stands only in the context
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+def _save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+    try:
+        save_file(weights, file, metadata)
+    except SafetensorError as error:
+        said = re.search(r"os error (\d+)", str(error))
+        code = int(said.group(1)) if said else errno.EIO
+        raise OSError(code, os.strerror(code)) from error
+
+
+# ------------------------------------------------------------------------------------------- find
+
+
+def step_folders(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints of a run's ``checkpoints/``, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    found = [p for p in checkpoints.iterdir() if _STEP_NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step that a ``step-NNNNNN`` folder was written at."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def resolve_checkpoint(path: str | Path) -> Path:
+    """Return the checkpoint that ``path`` names: itself, or a run folder's best, else its last.
+
+    Raises:
+        ConfigError: there is none; the message says what there is.
+    """
+    path = Path(path)
+    if _is_checkpoint(path):
+        return path
+    for folder in (path / "checkpoints", path):
+        named = [folder / "best", folder / "last", *reversed(step_folders(folder))]
+        for candidate in named:
+            if _is_checkpoint(candidate):
+                return candidate
+    raise ConfigError(f"no checkpoint at {path}: {_what_is_there(path)}")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    files = (WEIGHTS, CONFIG, TRAINER_STATE)
+    named = _STEP_NAME.fullmatch(path.resolve().name) is not None
+    return named or any((path / file).exists() for file in files)
+
+
+def _what_is_there(path: Path) -> str:
+    if path.is_file():
+        return f"it is a file; name the folder, {path.parent}"
+    if not path.exists():
+        parent = next(p for p in path.absolute().parents if p.exists())
+        return f"no such folder; {parent} holds {_names_in(parent)}"
+    if (path / "config.yaml").exists():
+        return "this run has written none yet; go on with it by --resume"
+    return f"the folder holds {_names_in(path)}; name a run folder or one of its checkpoints"
+
+
+def _names_in(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing"
+
+
+# ------------------------------------------------------------------------------------------- read
+
+
+def load_checkpoint(
+    path: str | Path, device: str | torch.device = "cpu"
+) -> tuple[Transformer, Tokenizer, RunConfig]:
+    """Return the model, in eval mode on ``device``, with its tokenizer and the config of its run.
+
+    ``path`` is a checkpoint, or a run folder, which stands for its best checkpoint, else its last.
+
+    Raises:
+        ConfigError: ``path`` leads to no checkpoint, or there is no such device.
+        CheckpointError: a file is missing, damaged or does not fit the others; names the newest
+            sound checkpoint beside it, if there is one.
+    """
+    folder = resolve_checkpoint(path)
+    target = pick_device(str(device))
+    try:
+        config, weights, tokenizer = _read(folder)
+        model = Transformer(config.model)
+        load_weights(model, weights, folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_offer(folder)}") from error
+    return model.to(target).eval(), tokenizer, config
+
+
+def load_weights(model: Transformer, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Copy ``weights``, read from ``folder``, into ``model``.
+
+    Raises:
+        CheckpointError: names or shapes differ; the message lists them.
+    """
+    own = model.state_dict()
+    faults = [f"{name} is missing" for name in own if name not in weights]
+    faults += [f"{name} has no place in the model" for name in weights if name not in own]
+    faults += [
+        f"{name} is {tuple(weights[name].shape)}, the model needs {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in weights and weights[name].shape != tensor.shape
+    ]
+    if faults:
+        more = f" and {len(faults) - 6} more" if len(faults) > 6 else ""
+        listed = "; ".join(faults[:6]) + more
+        raise CheckpointError(f"{folder / WEIGHTS} does not fit the config: {listed}")
+    model.load_state_dict(dict(weights))
+
+
+class Resumed(NamedTuple):
+    """What a run goes on from."""
+
+    folder: Path
+    config: RunConfig
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def read_for_resume(folder: Path) -> Resumed:
+    """Return all that the checkpoint ``folder`` holds for a run to go on from.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; names the newest sound checkpoint beside it.
+    """
+    try:
+        config, weights, _ = _read(folder)
+        return Resumed(folder, config, weights, _read_trainer_state(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_offer(folder)}") from error
+
+
+def _read_config(folder: Path) -> RunConfig:
+    """Return the config of the run that wrote the checkpoint ``folder``.
+
+    Raises:
+        CheckpointError: config.json is missing, damaged or of another program.
+        ConfigError: a plugin that the run used is missing.
+    """
+    file = folder / CONFIG
+    _check_sum(file, _read_sums(folder))
+    try:
+        raw = json.loads(file.read_bytes())
+    except ValueError:
+        raise CheckpointError(f"{file} is damaged: it is not JSON") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{file} is damaged: it holds no config")
+    if "model_type" in raw:
+        raise CheckpointError(
+            f"{folder} is a transformers model; bring it in with "
+            f"`minillama import {folder} --out DIR`"
+        )
+    plugins = raw.get("plugins", [])
+    if isinstance(plugins, list) and all(isinstance(plugin, str) for plugin in plugins):
+        load_plugins(plugins)
+    try:
+        return check(RunConfig, raw, str(file))  # resolved when it was written
+    except ConfigError as error:
+        raise CheckpointError(f"not a config of this version of minillama: {error}") from None
+
+
+def _read(folder: Path) -> tuple[RunConfig, dict[str, Tensor], Tokenizer]:
+    config = _read_config(folder)
+    sums = _read_sums(folder)
+    file = folder / WEIGHTS
+    try:
+        with safe_open(file, framework="pt") as opened:
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from None
+    if WEIGHTS in sums and sums[WEIGHTS] != hash_tensors(weights):
+        raise CheckpointError(f"{file} is damaged: its checksum does not match")
+    return config, weights, _read_tokenizer(folder, config, sums)
+
+
+def _read_tokenizer(folder: Path, config: RunConfig, sums: Mapping[str, str]) -> Tokenizer:
+    file = folder / TOKENIZER if config.tokenizer.kind != "byte" else None
+    if file is not None:
+        _check_sum(file, sums)
+    try:
+        tokenizer = load_tokenizer(config.tokenizer, file)
+    except MinillamaError as error:
+        raise CheckpointError(f"{folder / TOKENIZER} is damaged: {error}") from None
+    if tokenizer.vocab_size != config.tokenizer.vocab_size:
+        raise CheckpointError(
+            f"{folder / TOKENIZER} has {tokenizer.vocab_size} ids, but {CONFIG} says "
+            f"{config.tokenizer.vocab_size}; it belongs to another checkpoint"
+        )
+    return tokenizer
+
+
+def _read_trainer_state(folder: Path) -> dict[str, Any]:
+    file = folder / TRAINER_STATE
+    _check_sum(file, _read_sums(folder))
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged zip or pickle can raise nearly anything
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file} is damaged: it holds no state")
+    return state
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    """Return the checksums in the header of the weights; none if another program wrote them."""
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+        sums = json.loads(metadata.get("sha256", "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from None
+    return sums if isinstance(sums, dict) else {}
+
+
+def _check_sum(file: Path, sums: Mapping[str, str]) -> None:
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing")
+    if file.name in sums and sums[file.name] != _hash_file(file):
+        raise CheckpointError(f"{file} is damaged: its checksum does not match")
+
+
+def _offer(damaged: Path) -> str:
+    """Name the newest sound checkpoint beside ``damaged``."""
+    damaged = damaged.resolve()
+    for folder in reversed(step_folders(damaged.parent)):
+        if folder != damaged:
+            try:
+                _read(folder)
+                _read_trainer_state(folder)
+            except MinillamaError:
+                continue
+            return f"; the newest sound checkpoint beside it is {folder}"
+    return "; there is no other beside it"

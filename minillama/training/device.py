@@ -1,0 +1,32 @@
+"""Which device a run uses, and how a summary names it."""
+
+from __future__ import annotations
+
+import torch
+
+from minillama.errors import ConfigError
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device called ``name``; ``auto`` is cuda, else mps, else cpu.
+
+    Raises:
+        ConfigError: this machine, or this build of torch, has no such device.
+    """
+    n_gpus = torch.cuda.device_count()
+    if name == "auto":
+        name = "cuda" if n_gpus else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is unknown; use auto, cpu, mps or cuda") from None
+    here = {"cpu": True, "cuda": (device.index or 0) < n_gpus}
+    here["mps"] = torch.backends.mps.is_available()
+    if not here.get(device.type, False):
+        raise ConfigError(f"device {name} is not there ({n_gpus} CUDA devices); use auto or cpu")
+    return device
+
+
+def describe_device(device: torch.device) -> str:
+    """Return a GPU's name, or the kind of device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

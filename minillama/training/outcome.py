@@ -1,0 +1,147 @@
+"""How far a run has come, how it ended, and the summary that says so."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+import minillama
+from minillama.config import RunConfig
+
+Fate = Literal["ok", "diverged", "collapsed"]
+
+COLLAPSE_MARGIN = 0.1
+"""Nats by which a model must beat the unigram entropy to have learned more than word counts."""
+
+RECENT = 10
+"""How many logged training losses the summary's ``train_loss`` is the mean of."""
+
+
+def fate(final_loss: float, init_loss: float, unigram_entropy: float) -> Fate:
+    """Judge a run by its final validation loss; all in nats per token.
+
+    ``diverged``: not finite, or no better than at init.  ``collapsed``: otherwise, and no better
+    than the unigram entropy − 0.1, what counting tokens gives.  A check for NaN alone misses the
+    second, which is how post-norm models fail.
+    """
+    if not math.isfinite(final_loss) or final_loss >= init_loss:
+        return "diverged"
+    return "collapsed" if final_loss >= unigram_entropy - COLLAPSE_MARGIN else "ok"
+
+
+@dataclass
+class Progress:
+    """What changes from step to step besides the weights: numbers only, saved with a checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # of the whole run, validation and saving included
+    training_seconds: float = 0.0
+    evaluated_step: int = -1
+    init_val_loss: float | None = None
+    val_loss: float | None = None
+    val_perplexity: float | None = None
+    val_bits_per_byte: float | None = None
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    recent_losses: list[float] = field(default_factory=list)
+
+    def logged(self, loss: float) -> None:
+        """Remember a logged training loss for the mean of the last few."""
+        self.recent_losses = [*self.recent_losses, loss][-RECENT:]
+
+    def validated(self, result: Mapping[str, Any]) -> bool:
+        """Take in what ``evaluate`` returned at this step; tell whether it is the best so far.
+
+        The loss at init is no candidate: the best is a model that was trained.
+        """
+        self.evaluated_step = self.step
+        self.val_loss = result["loss"]
+        self.val_perplexity = result["perplexity"]
+        self.val_bits_per_byte = result["bits_per_byte"]
+        assert self.val_loss is not None
+        if self.step == 0:
+            self.init_val_loss = self.val_loss
+            return False
+        if self.best_val_loss is not None and self.val_loss >= self.best_val_loss:
+            return False
+        self.best_val_loss, self.best_step = self.val_loss, self.step
+        return True
+
+
+def summarise(
+    config: RunConfig,
+    progress: Progress,
+    facts: Mapping[str, Any],
+    *,
+    fate: Fate | None,
+    sample: str | None = None,
+) -> dict[str, Any]:
+    """Return the summary of a run; what is not known, or not finite, is None.
+
+    Args:
+        config: resolved.
+        progress: how far the run came.
+        facts: what stays the same through the run: counts, hashes, the device.
+        fate: None as long as the run is not finished.
+        sample: what the model wrote.
+    """
+    ended = fate is not None
+    reached = ended and progress.step == config.train.steps == progress.evaluated_step
+    out_dir = str(config.out_dir)
+    numbers = {
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "seconds": progress.seconds,
+        "tokens_per_s": progress.tokens / progress.training_seconds if progress.tokens else None,
+        "train_loss": _mean(progress.recent_losses),
+        "val_loss": progress.val_loss if reached else None,
+        "val_perplexity": progress.val_perplexity if reached else None,
+        "val_bits_per_byte": progress.val_bits_per_byte if reached else None,
+        "best_val_loss": progress.best_val_loss,
+        "best_step": progress.best_step,
+        "init_val_loss": progress.init_val_loss,
+    }
+    return {
+        "name": config.name,
+        "fate": fate,
+        "finished": ended,
+        **{name: _finite(value) for name, value in numbers.items()},
+        **facts,
+        "seed": config.train.seed,
+        "config_hash": hash_config(config),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "minillama": minillama.__version__,
+        },
+        "threads": torch.get_num_threads(),
+        "machine": f"{platform.platform()}, {os.cpu_count()} cores",
+        "sample": sample,
+        "command": shlex.join(
+            ["minillama", "train", f"{out_dir}/config.yaml", f"out_dir={out_dir}-again"]
+        ),
+    }
+
+
+def hash_config(config: RunConfig) -> str:
+    """Return a SHA-256 of all that decides a run's numbers: not its name, folder or loggers."""
+    plain = config.model_dump(mode="json", exclude={"name", "out_dir", "loggers"})
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None

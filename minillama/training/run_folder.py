@@ -1,0 +1,265 @@
+"""A run's folder: who may write into it, what it holds, what a resume may change.
+
+runs/NAME/ config.yaml  metrics.jsonl  summary.json  tensorboard/  report.html  report.png
+           checkpoints/ step-000100/ …  last → step-000200  best → step-000100
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from minillama.config import RunConfig, to_yaml
+from minillama.errors import ConfigError, DivergedError, Fault, RunFolderError
+from minillama.training.checkpoint import step_folders, step_of
+from minillama.training.durable import (
+    drop_folder,
+    drop_unfinished,
+    point_link,
+    write_whole,
+    writing,
+)
+from minillama.training.outcome import hash_config
+
+OURS = (
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "report.html",
+    "report.png",
+    "checkpoints/last",
+    "checkpoints/best",
+    "checkpoints/step-*",
+    "checkpoints",
+    "tensorboard/events.out.tfevents.*",
+    "tensorboard",
+)
+"""What an overwritten run loses, in this order; a folder only if nothing else is in it."""
+
+MAY_CHANGE = frozenset(
+    (
+        "name",
+        "out_dir",
+        "loggers",
+        "train.steps",
+        "train.eval_every",
+        "train.save_every",
+        "train.keep_last",
+        "train.log_every",
+        "train.probe_every",
+        "train.sample_prompt",
+        "train.device",
+        "train.compile",
+    )
+)
+"""The fields that a resumed run may have otherwise than it began."""
+
+_log = logging.getLogger("minillama")
+
+
+class RunFolder:
+    """The folder of one run; get it from :meth:`claim`, which keeps all others out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.checkpoints = path / "checkpoints"
+
+    @classmethod
+    @contextmanager
+    def claim(cls, path: Path, *, resume: bool, overwrite: bool) -> Iterator[RunFolder]:
+        """Make the folder, make sure that it can be written, and hold it alone.
+
+        Raises:
+            ConfigError: it is a file, or it holds a run and nothing says what is to become of it.
+            RunFolderError: it cannot be written, or another run is writing into it now.
+        """
+        if resume and overwrite:
+            raise ConfigError("--resume and --overwrite exclude each other; give one of them")
+        for place in (path, *path.parents):
+            if place.exists() and not place.is_dir():
+                raise ConfigError(f"out_dir = {path}: {place} is a file; name a folder")
+        folder = cls(path)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            write_whole(path / ".writable", "this folder can be written\n")
+            (path / ".writable").unlink()
+        lock = FileLock(path / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise RunFolderError(
+                f"{path}: another run is writing into this folder; wait for it, "
+                "or choose another out_dir"
+            ) from None
+        try:
+            folder._refuse_to_mix(resume=resume, overwrite=overwrite)
+            with writing(path):
+                drop_unfinished(path)
+                drop_unfinished(folder.checkpoints)
+            yield folder
+        finally:
+            lock.release()
+
+    def _refuse_to_mix(self, *, resume: bool, overwrite: bool) -> None:
+        here = (self.config, self.metrics, self.summary)
+        if resume or overwrite or not (any(p.exists() for p in here) or self.newest()):
+            return
+        summary = self.read_summary()
+        what = "a finished run" if summary and summary["finished"] else "an unfinished run"
+        raise ConfigError(
+            f"{self.path} already holds {what}; --resume goes on with it, --overwrite replaces it, "
+            "out_dir=FOLDER keeps it"
+        )
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Say of a fault in writing what is safe, and how to go on.
+
+        Raises:
+            RunFolderError: the body met one.
+        """
+        try:
+            with writing(self.path):
+                yield
+        except RunFolderError as error:
+            newest = self.newest()
+            safe = f"{newest} is whole" if newest else "no checkpoint was written before"
+            raise RunFolderError(
+                f"{error}; {safe}; make room or choose another out_dir, then go on by --resume"
+            ) from error
+
+    def begin(self, config: RunConfig) -> None:
+        """Write the config and make room for checkpoints; an older summary is true no longer."""
+        self.summary.unlink(missing_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
+        write_whole(self.config, to_yaml(config))
+
+    def clear(self) -> None:
+        """Remove what a run leaves, and nothing that is not ours."""
+        for pattern in OURS:
+            for path in self.path.glob(pattern):
+                if path.is_symlink() or path.is_file():
+                    path.unlink()
+                elif path.name not in ("checkpoints", "tensorboard"):
+                    shutil.rmtree(path)
+                elif not any(path.iterdir()):
+                    path.rmdir()
+
+    # ---------------------------------------------------------------------------- checkpoints
+
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint; its name alone says that it is whole."""
+        folders = step_folders(self.checkpoints)
+        return folders[-1] if folders else None
+
+    def save(
+        self, step: int, best_step: int | None, keep_last: int, write: Callable[[Path], None]
+    ) -> None:
+        """Let ``write`` make the checkpoint of ``step``, unless it is there, and drop older ones.
+
+        The ``keep_last`` newest stay, and the best.
+        """
+        folder = self._step_folder(step)
+        if not folder.exists():
+            write(folder)
+        self.link(step, best_step)
+        folders = step_folders(self.checkpoints)
+        kept = {best_step, *(step_of(folder) for folder in folders[-keep_last:])}
+        for folder in folders:
+            if step_of(folder) not in kept:
+                drop_folder(folder)
+
+    def link(self, step: int, best_step: int | None) -> None:
+        """Let ``last`` and ``best`` lead to the checkpoints of these steps."""
+        for name, target in (("last", step), ("best", best_step)):
+            link = self.checkpoints / name
+            if target is None or not self._step_folder(target).exists():
+                if link.is_symlink():
+                    link.unlink()
+            elif not (link.is_symlink() and link.resolve() == self._step_folder(target).resolve()):
+                point_link(link, self._step_folder(target))
+
+    def _step_folder(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
+
+    # -------------------------------------------------------------------------------- summary
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json at once."""
+        write_whole(self.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """Return summary.json, or None where there is none that can be read."""
+        try:
+            summary = json.loads(self.summary.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return summary if isinstance(summary, dict) and "finished" in summary else None
+
+    def finished(self, config: RunConfig, *, has_checkpoint: bool) -> dict[str, Any] | None:
+        """Return the summary of a run that has nothing left to do.
+
+        Raises:
+            DivergedError: it ended by divergence, as it would again.
+            ConfigError: it has finished with another config, and no checkpoint to go on from.
+        """
+        summary = self.read_summary()
+        if summary is None or not summary["finished"]:
+            return None
+        if summary["val_loss"] is None:
+            raise DivergedError(
+                f"{self.path}: this run diverged after step {summary['steps']}, as it would again; "
+                "change its config, such as optim.lr, and start it with --overwrite"
+            )
+        if not has_checkpoint and summary["config_hash"] != hash_config(config):
+            raise ConfigError(
+                f"{self.path} holds the finished run of another config and no checkpoint to go on "
+                "from; --overwrite replaces it, out_dir=FOLDER keeps it"
+            )
+        if summary["steps"] != config.train.steps:
+            return None
+        _log.info("%s: this run has already finished its %d steps", self.path, summary["steps"])
+        return summary
+
+
+# ------------------------------------------------------------------------------------------ resume
+
+
+def check_resumable(saved: RunConfig, config: RunConfig, step: int, where: Path) -> None:
+    """Compare the config of a resumed run with the one that its checkpoint, of ``step``, has.
+
+    Raises:
+        ConfigError: they differ in what decides the run's numbers; lists all such fields.
+    """
+    before, now = _flat(saved.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    faults = [
+        Fault(name, now.get(name), f"the run began with {before.get(name)!r}")
+        for name in sorted(before | now)
+        if name not in MAY_CHANGE and before.get(name) != now.get(name)
+    ]
+    if step > config.train.steps:
+        rule = f"the run has already made {step} steps"
+        faults.append(Fault("train.steps", config.train.steps, rule))
+    if faults:
+        where = Path(f"{where} cannot be resumed with another config")
+        raise ConfigError.of_faults(str(where), faults)
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

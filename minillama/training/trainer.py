@@ -1,0 +1,428 @@
+"""The training loop.
+
+    batch ─▶ micro-batches: loss, backward ─▶ clip ─▶ finite? ─▶ update ─▶ log ─▶ validate ─▶ save
+                                                        └─ no: stop, nothing updated
+
+Steps are counted in updates that were made.  All that a step depends on is the config, the step's
+number, the weights and the optimizer's state, so a resumed run goes on to the bit: on a CPU, with
+the same version of torch and as many threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shlex
+import sys
+import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from minillama.config import RunConfig, resolve
+from minillama.data.batches import Batches
+from minillama.data.prepare import Prepared, prepare
+from minillama.errors import ConfigError, DivergedError, InterruptedRunError
+from minillama.evaluate import evaluate
+from minillama.generate import generate
+from minillama.model.transformer import IGNORED, Transformer, is_norm_parameter
+from minillama.training.checkpoint import (
+    Resumed,
+    hash_tensors,
+    load_weights,
+    read_for_resume,
+    save_checkpoint,
+    step_of,
+)
+from minillama.training.device import describe_device, pick_device
+from minillama.training.interrupt import StopSignal
+from minillama.training.loggers import Line, Logger, build_loggers, check_loggers, cut_metrics
+from minillama.training.optim import build_optimizer, clip_gradients
+from minillama.training.outcome import Progress, fate, summarise
+from minillama.training.probes import StepProbe
+from minillama.training.run_folder import RunFolder, check_resumable
+from minillama.training.schedule import learning_rate
+
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 200, 0.8, 50
+
+_log = logging.getLogger("minillama")
+
+
+def train(
+    config: RunConfig, *, resume: bool = False, overwrite: bool = False, progress: bool = True
+) -> dict[str, Any]:
+    """Train a model as ``config`` says and return the run's summary, as summary.json has it.
+
+    Args:
+        config: of the run; what is not resolved in it yet will be.
+        resume: go on from the newest checkpoint in the run folder; start anew if there is none.
+        overwrite: replace the run that the folder holds.
+        progress: show a bar on stderr.
+
+    Raises:
+        ConfigError: the folder holds a run and neither flag is given; a resumed run differs in a
+            field that decides its numbers; the device or a logger's package is missing.
+        DivergedError: a loss, gradient or weight is no longer finite.
+        InterruptedRunError: Ctrl-C or SIGTERM came; the state is saved.
+        RunFolderError: the folder cannot be written, or another run is using it.
+        CheckpointError: the checkpoint to go on from is damaged.
+    """
+    config = resolve(config)
+    device = pick_device(config.train.device)
+    check_loggers(config.loggers)
+    assert config.out_dir is not None
+    with RunFolder.claim(Path(config.out_dir), resume=resume, overwrite=overwrite) as folder:
+        checkpoint = folder.newest() if resume else None
+        resumed = read_for_resume(checkpoint) if checkpoint else None
+        if resumed is not None:
+            check_resumable(resumed.config, config, step_of(resumed.folder), folder.path)
+        if resume and (summary := folder.finished(config, has_checkpoint=resumed is not None)):
+            return summary
+        prepared = prepare(config)
+        torch.manual_seed(config.train.seed)  # nothing here draws from it; a user's norm might
+        model = Transformer(config.model, seed=config.train.seed).to(device)
+        batches = Batches(
+            prepared.train, config.data.seq_len, config.train.batch_size, config.train.seed
+        )
+        trainer = Trainer(config, model, batches, prepared, folder)
+        if resumed is not None:
+            trainer.restore(resumed)
+        else:
+            if resume:
+                _log.info("%s holds no checkpoint to go on from; starting anew", folder.path)
+            with folder.writing():
+                folder.clear()
+        return trainer.fit(progress)
+
+
+class Trainer:
+    """One run: its model and optimizer, how far it has come, and where it writes.
+
+    Args:
+        config: resolved.
+        model: on the device that it is trained on, as it was initialised.
+        batches: of the training split.
+        prepared: the validation split, its counts and the tokenizer.
+        folder: claimed.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: Transformer,
+        batches: Batches,
+        prepared: Prepared,
+        folder: RunFolder,
+    ) -> None:
+        self.config, self.model, self.batches = config, model, batches
+        self.prepared, self.folder = prepared, folder
+        self.device = model.embed.weight.device
+        self.parameters = list(model.parameters())
+        self.optimizer = build_optimizer(model, config.optim)
+        self.progress = Progress()
+        self._loss_sums = (
+            torch.compile(model.loss_sums) if config.train.compile else model.loss_sums
+        )
+        self._loggers: list[Logger] = []
+        self._since_logged = [0, 0.0]  # tokens, seconds
+        self._ticked = time.perf_counter()
+        norms = {n: p for n, p in model.named_parameters() if is_norm_parameter(n)}
+        matrices = {n: p for n, p in model.named_parameters() if n not in norms and p.ndim > 1}
+        self.facts = {
+            "n_params": sum(p.numel() for p in self.parameters),
+            "n_norm_params": sum(p.numel() for p in norms.values()),
+            "unigram_entropy": prepared.meta.unigram_entropy,
+            "weights_hash": hash_tensors(matrices),
+            "data_hash": batches.hash,
+            "device": describe_device(self.device),
+        }
+
+    # ------------------------------------------------------------------------------------ the loop
+
+    def fit(self, show: bool = True) -> dict[str, Any]:
+        """Train from where the run stands to its last step; return and write the summary."""
+        config, progress = self.config, self.progress
+        _log.info(
+            "{}: {n_params:,} parameters, {n_norm_params:,} of them in norms; "
+            "matrices at init have sha256 {weights_hash:.12}, batches {data_hash:.12}".format(
+                config.name, **self.facts
+            )
+        )
+        with ExitStack() as stack:
+            with self.folder.writing():
+                self._ticked = time.perf_counter()
+                self.folder.begin(config)
+                self._loggers = build_loggers(config.loggers, self.folder.path, progress.step)
+            stack.callback(self._close_loggers)
+            stop = stack.enter_context(StopSignal())
+            bar = stack.enter_context(_bar(config, progress.step, show))
+            self._after_update(stop)
+            while progress.step < config.train.steps:
+                line = self._train_step()
+                if not bar.disable:
+                    bar.set_postfix_str(_shown(line, progress.val_loss), refresh=False)
+                    bar.update()
+                self._after_update(stop)
+        return self._finish()
+
+    def _train_step(self) -> Line:
+        """Make one update and log it.
+
+        Raises:
+            DivergedError: the loss or the gradient is not finite; no update is made.
+        """
+        started = time.perf_counter()
+        config, progress = self.config, self.progress
+        step = progress.step + 1
+        inputs_BT, targets_BT = self.batches.batch_at(progress.step)
+        count = int((targets_BT != IGNORED).sum())
+        probing = config.train.probe_every and step % config.train.probe_every == 0
+        probe = StepProbe(self.model) if probing else None
+
+        loss = self._accumulate(inputs_BT, targets_BT, count)
+        if probe is not None:
+            with self._autocast():
+                probe.before_update(inputs_BT.to(self.device))
+        norm = clip_gradients(self.parameters, config.optim.grad_clip)
+        lr = learning_rate(step, config.optim, config.train.steps)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            progress.step, progress.tokens = step, progress.tokens + count
+        line = {
+            "step": step,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "clipped": 0 < config.optim.grad_clip < norm,
+            "tokens": progress.tokens,
+            "tokens_per_s": self._speed(count, time.perf_counter() - started),
+        }
+        if not finite or step % config.train.log_every == 0 or step == config.train.steps:
+            progress.logged(loss)
+            self._write(line)
+            self._since_logged = [0, 0.0]
+        if not finite:
+            what = "gradient norm" if math.isfinite(loss) else "loss"
+            self._diverged(f"the {what} of step {step} is not finite, so it was not made")
+        if probe is not None:
+            self._write({"step": step, "probe": probe.after_update()})
+        return line
+
+    def _accumulate(self, inputs_BT: Tensor, targets_BT: Tensor, count: int) -> float:
+        """Add up the gradients of the micro-batches; return the mean cross-entropy of the step.
+
+        Each token weighs the same, however the batch is cut: sums are divided by the step's count.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.device)
+        size = self.config.train.micro_batch_size or len(inputs_BT)
+        for inputs, targets in zip(
+            torch.split(inputs_BT, size), torch.split(targets_BT, size), strict=True
+        ):
+            with self._autocast():
+                sums = self._loss_sums(
+                    inputs.to(self.device), targets.to(self.device), self.config.optim.z_loss
+                )
+            torch.autograd.backward(sums.objective / count)
+            total += sums.cross_entropy.detach()
+        return (total / count).item()
+
+    def _after_update(self, stop: StopSignal) -> None:
+        """Validate and save if it is time to; leave if a signal has come."""
+        train, step = self.config.train, self.progress.step
+        at_end = step in (0, train.steps)
+        due = at_end or (train.eval_every and step % train.eval_every == 0)
+        best = False
+        if due and self.progress.evaluated_step != step and not stop.requested:
+            with stop.breakable():
+                best = self._validate()
+        save_due = step == train.steps or (train.save_every and step % train.save_every == 0)
+        if stop.requested or best or (step and save_due):
+            self._save()
+        if stop.requested:
+            self._tick()
+            with self.folder.writing():
+                self.folder.write_summary(self._summary(None))
+            command = ["minillama", "train", str(self.folder.config), "--resume"]
+            raise InterruptedRunError(
+                f"stopped after step {step} of {train.steps} and saved; "
+                f"go on with: {shlex.join(command)}"
+            )
+
+    def _validate(self) -> bool:
+        """Measure the whole validation split and log it; tell whether it is the best so far."""
+        meta = self.prepared.meta
+        with self._autocast():
+            result = evaluate(
+                self.model,
+                self.prepared.val,
+                n_bytes=meta.n_val_bytes,
+                seq_len=self.config.data.seq_len,
+                batch_size=self.config.train.micro_batch_size or self.config.train.batch_size,
+            )
+        best = self.progress.validated(result)
+        self._write(
+            {
+                "step": self.progress.step,
+                "val_loss": result["loss"],
+                "val_bits_per_byte": result["bits_per_byte"],
+            }
+        )
+        if not math.isfinite(result["loss"]):
+            self._diverged(f"the validation loss after step {self.progress.step} is not finite")
+        return best
+
+    def _finish(self) -> dict[str, Any]:
+        progress, prompt = self.progress, self.config.train.sample_prompt
+        assert progress.val_loss is not None
+        assert progress.init_val_loss is not None
+        self._tick()
+        sample = None if prompt is None else self._sample(prompt)
+        judged = fate(progress.val_loss, progress.init_val_loss, self.prepared.meta.unigram_entropy)
+        summary = self._summary(judged, sample)
+        with self.folder.writing():
+            self.folder.write_summary(summary)
+        return summary
+
+    def _sample(self, prompt: str) -> str:
+        tokenizer = self.prepared.tokenizer
+        ids = tokenizer.encode(prompt, bos=True)
+        with self._autocast():
+            ids += generate(
+                self.model,
+                ids,
+                SAMPLE_TOKENS,
+                temperature=SAMPLE_TEMPERATURE,
+                top_k=SAMPLE_TOP_K,
+                seed=self.config.train.seed,
+                stop_ids=(tokenizer.eos_id,),
+            )
+        return tokenizer.decode(ids)
+
+    # --------------------------------------------------------------------------- save and go on
+
+    def _save(self) -> None:
+        """Write a checkpoint of this step, or only set the links if it is there."""
+        if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
+            self._diverged(f"a weight is not finite after step {self.progress.step}")
+        self._tick()
+        with self.folder.writing():
+            for logger in self._loggers:
+                logger.sync()
+            self.folder.save(
+                self.progress.step,
+                self.progress.best_step,
+                self.config.train.keep_last,
+                lambda path: save_checkpoint(
+                    path, self.model, self.prepared.tokenizer, self.config, self._state()
+                ),
+            )
+
+    def _state(self) -> dict[str, Any]:
+        cuda = self.device.type == "cuda"
+        return {
+            "progress": asdict(self.progress),
+            "optimizer": self.optimizer.state_dict()["state"],
+            "data_sha256": self.prepared.meta.data_sha256,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None,
+        }
+
+    def restore(self, resumed: Resumed) -> None:
+        """Put the run where a checkpoint left it, and cut metrics.jsonl back to there.
+
+        Raises:
+            CheckpointError: its weights do not fit the model.
+            ConfigError: the text has changed since.
+        """
+        state = resumed.state
+        if state["data_sha256"] != self.prepared.meta.data_sha256:
+            raise ConfigError(
+                f"{self.folder.path} cannot be resumed: data.source no longer gives the text that "
+                "the run began with; restore it, or start anew with --overwrite"
+            )
+        load_weights(self.model, resumed.weights, resumed.folder)
+        groups = self.optimizer.state_dict()["param_groups"]  # the config's, not those saved
+        self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        self.progress = progress = Progress(**state["progress"])
+        with self.folder.writing():
+            self.folder.link(progress.step, progress.best_step)
+            cut_metrics(self.folder.metrics, self._happened)
+        _log.info("%s: going on after step %d", self.folder.path, progress.step)
+
+    def _happened(self, line: Line) -> bool:
+        """Tell whether a line of metrics.jsonl was written before the state that was restored."""
+        last = self.progress.evaluated_step if "val_loss" in line else self.progress.step
+        return bool(line["step"] <= last)
+
+    # -------------------------------------------------------------------------------- small things
+
+    def _diverged(self, what: str) -> NoReturn:
+        self._tick()
+        with self.folder.writing():
+            self.folder.write_summary(self._summary("diverged"))
+        newest, optim = self.folder.newest(), self.config.optim
+        raise DivergedError(
+            f"training diverged: {what}; last good checkpoint: {newest or 'none yet'}. "
+            f"Try a lower optim.lr (now {optim.lr:g}), a longer optim.warmup_steps (now "
+            f"{optim.warmup_steps}), model.norm.qk_norm=head or another model.norm.placement"
+        )
+
+    def _summary(self, judged: Any, sample: str | None = None) -> dict[str, Any]:
+        return summarise(self.config, self.progress, self.facts, fate=judged, sample=sample)
+
+    def _write(self, line: Line) -> None:
+        with self.folder.writing():
+            for logger in self._loggers:
+                logger.log(line)
+
+    def _close_loggers(self) -> None:
+        for logger in self._loggers:
+            with suppress(OSError):  # what could not be written was reported when it was logged
+                logger.close()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.config.train.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def _speed(self, tokens: int, seconds: float) -> float:
+        """Return the tokens per second since the last logged line, validation left out."""
+        self.progress.training_seconds += seconds
+        self._since_logged[0] += tokens
+        self._since_logged[1] += seconds
+        return self._since_logged[0] / self._since_logged[1]
+
+    def _tick(self) -> None:
+        """Add the time since the last tick to the run's."""
+        now = time.perf_counter()
+        self.progress.seconds += now - self._ticked
+        self._ticked = now
+
+
+def _bar(config: RunConfig, step: int, show: bool) -> tqdm[NoReturn]:
+    return tqdm(
+        total=config.train.steps,
+        initial=step,
+        desc=config.name,
+        unit="step",
+        dynamic_ncols=True,
+        disable=not show,
+        mininterval=0.2 if sys.stderr.isatty() else 15,
+    )
+
+
+def _shown(line: Line, val_loss: float | None) -> str:
+    val = "" if val_loss is None else f" val {val_loss:.3f}"
+    return f"loss {line['loss']:.3f}{val} lr {line['lr']:.1e} {line['tokens_per_s']:,.0f} tokens/s"

@@ -1,0 +1,60 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from minillama.training.interrupt import StopSignal
+
+
+def send(number=signal.SIGINT):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_wish_and_handlers_are_put_back(number):
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        assert not stop.requested
+        send(number)
+        assert stop.requested
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_signal_ends_at_once():
+    with StopSignal():
+        send()
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGTERM)
+
+
+def test_a_breakable_body_is_left_at_once_and_other_bodies_are_not():
+    reached = []
+    with StopSignal() as stop:
+        with stop.breakable():
+            send()
+            reached.append("after the signal, in the breakable body")
+        reached.append("after the breakable body")
+    assert reached == ["after the breakable body"]
+
+
+def test_no_handler_is_set_outside_of_the_main_thread():
+    def work():
+        with StopSignal():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    seen = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            send()
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGINT, before)
