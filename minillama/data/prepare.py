@@ -1,0 +1,309 @@
+"""Text to token files, once.
+
+    source ──▶ documents, shuffled ──▶ train ........................ | val ....
+                                         │    the last val_fraction of the bytes ┘
+                                         ├──▶ tokenizer (trained on train only)
+                                         ▼
+    [bos] tokens [eos] of each ──▶ train.bin, val.bin, meta.json, tokenizer.model in the cache
+
+The document that the border falls into is cut there: its head ends train without an eos, its tail
+begins val without a bos.  Nothing here knows of batches, so that the split is the same for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+from tqdm import tqdm
+
+from minillama.cache import cache_folder
+from minillama.config import RunConfig, TokenizerConfig, resolve
+from minillama.data.building import build_once
+from minillama.data.sources import Documents, open_documents, source_hash
+from minillama.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from minillama.errors import DataError
+
+_FORMAT = 1  # of the token files and of the way to them; a new one makes old caches unused
+_NEAR_CHARS = 4096  # how far the border moves, at most, to a line's or a word's end
+_COUNTED_AT_ONCE = 1 << 20  # tokens
+
+_LOGGER = logging.getLogger("minillama")
+
+
+class Meta(BaseModel):
+    """What is known of a pair of token files.
+
+    Attributes:
+        source_hash: sha256 of the source.
+        tokenizer_sha256: sha256 of the tokenizer.
+        dtype: of the files, little-endian.
+        n_train_tokens, n_val_tokens: bos and eos included.
+        n_train_bytes, n_val_bytes: UTF-8 bytes of the text itself.
+        n_documents: in both.
+        unigram_entropy: nats per token of the training tokens: the loss of a model that knows
+            nothing but how frequent each token is.
+        data_sha256: sha256 of train.bin followed by val.bin.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source_hash: str
+    tokenizer_sha256: str
+    dtype: Literal["uint16", "uint32"]
+    n_train_tokens: int
+    n_val_tokens: int
+    n_train_bytes: int
+    n_val_bytes: int
+    n_documents: int
+    unigram_entropy: float
+    data_sha256: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Token files, mapped into memory, and the tokenizer that made them."""
+
+    tokenizer: Tokenizer
+    train: np.memmap[Any, Any]
+    val: np.memmap[Any, Any]
+    meta: Meta
+    folder: Path
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Return the tokens of ``config``, from the cache if they are there and whole.
+
+    Several processes may call this at once; one prepares and the others wait.
+
+    Raises:
+        DataError: the text is missing, cannot be read, or is shorter than a window.
+        TokenizerError: the vocabulary and the text do not fit.
+    """
+    config = resolve(config)
+    source = source_hash(config.data.source)
+    folder = cache_folder() / "tokens" / _key(config, source)
+    build_once(folder, _is_whole, lambda temporary: _build(config, source, temporary))
+    meta = _read_meta(folder)
+    _refuse_short_text(config.data.seq_len, meta.n_train_tokens, meta.n_val_tokens)
+    _LOGGER.info(
+        "data: source sha256 %s, %d training and %d validation tokens",
+        meta.source_hash,
+        meta.n_train_tokens,
+        meta.n_val_tokens,
+    )
+    return Prepared(
+        tokenizer=_load_tokenizer(config.tokenizer, folder),
+        train=np.memmap(folder / "train.bin", dtype=meta.dtype, mode="r"),
+        val=np.memmap(folder / "val.bin", dtype=meta.dtype, mode="r"),
+        meta=meta,
+        folder=folder,
+    )
+
+
+def _key(config: RunConfig, source: str) -> str:
+    tokenizer = config.tokenizer
+    made_by: list[Any] = [tokenizer.kind, tokenizer.vocab_size]
+    if tokenizer.path is not None:
+        made_by.append(load_tokenizer(tokenizer, None).sha256)
+    decisive = [_FORMAT, source, config.data.val_fraction, config.data.split_seed, made_by]
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
+
+
+def _load_tokenizer(config: TokenizerConfig, folder: Path) -> Tokenizer:
+    return load_tokenizer(config, folder / "tokenizer.model" if config.kind == "bpe" else None)
+
+
+def _read_meta(folder: Path) -> Meta:
+    return Meta.model_validate_json((folder / "meta.json").read_bytes())
+
+
+def _is_whole(folder: Path) -> bool:
+    """Tell whether a folder of the cache is there, with files of the sizes that meta names."""
+    try:
+        meta = _read_meta(folder)
+        width = np.dtype(meta.dtype).itemsize
+        model = folder / "tokenizer.model"
+        return (
+            (folder / "train.bin").stat().st_size == meta.n_train_tokens * width
+            and (folder / "val.bin").stat().st_size == meta.n_val_tokens * width
+            and (
+                meta.tokenizer_sha256 == ByteTokenizer.sha256
+                or meta.tokenizer_sha256 == hashlib.sha256(model.read_bytes()).hexdigest()
+            )
+        )
+    except (OSError, ValidationError):
+        return False
+
+
+# --------------------------------------------------------------------------------------- the split
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, or the part of one that lies on one side of the border."""
+
+    text: str
+    begins: bool = True
+    ends: bool = True
+
+
+class Split:
+    """The documents in shuffled order, the last ``val_fraction`` of their bytes held out.
+
+    Args:
+        documents: all of them.
+        val_fraction: share of the bytes that is held out.
+        seed: of the shuffle.
+    """
+
+    def __init__(self, documents: Documents, val_fraction: float, seed: int) -> None:
+        self._documents = documents
+        order = np.random.Generator(np.random.PCG64(seed)).permutation(len(documents))
+        ends = np.cumsum(documents.sizes[order])
+        border = int(ends[-1]) - round(val_fraction * int(ends[-1]))
+        at = int(np.searchsorted(ends, border, "right"))  # the first document that ends beyond
+        self._whole_train, self._whole_val = order[:at], order[at + 1 :]
+        self._head, self._tail = "", ""
+        if at < len(order):
+            inside = border - (int(ends[at - 1]) if at else 0)
+            text = documents[int(order[at])]
+            reach = min(_NEAR_CHARS, (int(ends[-1]) - border) // 10)
+            self._head, self._tail = cut(text, inside, reach)
+
+    def most_tokens(self) -> tuple[int, int]:
+        """Return a bound on the tokens of train and val: one a byte, a prefix, bos and eos."""
+
+        def most(whole: NDArray[np.int64], part: str) -> int:
+            n_bytes = int(self._documents.sizes[whole].sum()) + len(part.encode())
+            return n_bytes + 3 * (len(whole) + bool(part))
+
+        return most(self._whole_train, self._head), most(self._whole_val, self._tail)
+
+    def train(self) -> Iterator[Piece]:
+        """Yield the training text."""
+        for index in self._whole_train:
+            yield Piece(self._documents[int(index)])
+        if self._head:
+            yield Piece(self._head, ends=not self._tail)
+
+    def val(self) -> Iterator[Piece]:
+        """Yield the held-out text."""
+        if self._tail:
+            yield Piece(self._tail, begins=not self._head)
+        for index in self._whole_val:
+            yield Piece(self._documents[int(index)])
+
+
+def cut(text: str, size: int, reach: int) -> tuple[str, str]:
+    """Cut ``text`` after at most ``size`` UTF-8 bytes, at a good place among the last characters.
+
+    That is after a line's end if one of the last ``reach`` characters before the border is one,
+    else before a white space among them, else between the two characters at the border.
+    """
+    border = len(text.encode()[:size].decode("utf-8", "ignore"))
+    start = max(0, border - reach)
+    line = text.rfind("\n", start, border) + 1
+    if line:
+        border = line
+    else:
+        spaces = [i for i in range(start, border) if text[i].isspace()]
+        border = spaces[-1] if spaces else border
+    return text[:border], text[border:]
+
+
+# --------------------------------------------------------------------------------- token files
+
+
+def _build(config: RunConfig, source: str, folder: Path) -> None:
+    documents = open_documents(config.data.source)
+    split = Split(documents, config.data.val_fraction, config.data.split_seed)
+    _refuse_short_text(config.data.seq_len, *split.most_tokens(), "at most ")
+    tokenizer = _new_tokenizer(config.tokenizer, split)
+    if config.tokenizer.kind == "bpe":
+        tokenizer.save(folder / "tokenizer.model")
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    digest = hashlib.sha256()
+    n_bytes = int(documents.sizes.sum())
+    with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="tokenizing", delay=2) as bar:
+        sides = []
+        for name, pieces in (("train.bin", split.train()), ("val.bin", split.val())):
+            with (folder / name).open("wb") as file:
+                sides.append(_write_tokens(pieces, tokenizer, dtype, file, digest, bar))
+    (n_train_tokens, n_train_bytes), (n_val_tokens, n_val_bytes) = sides
+    meta = Meta(
+        source_hash=source,
+        tokenizer_sha256=tokenizer.sha256,
+        dtype="uint16" if dtype.itemsize == 2 else "uint32",
+        n_train_tokens=n_train_tokens,
+        n_val_tokens=n_val_tokens,
+        n_train_bytes=n_train_bytes,
+        n_val_bytes=n_val_bytes,
+        n_documents=len(documents),
+        unigram_entropy=_unigram_entropy(
+            np.memmap(folder / "train.bin", dtype, "r"), tokenizer.vocab_size
+        ),
+        data_sha256=digest.hexdigest(),
+    )
+    (folder / "meta.json").write_text(meta.model_dump_json(indent=2) + "\n")
+
+
+def _new_tokenizer(config: TokenizerConfig, split: Split) -> Tokenizer:
+    if config.kind == "byte" or config.path is not None:
+        return load_tokenizer(config, None)
+    assert config.vocab_size is not None  # the config is resolved
+    return train_tokenizer((piece.text for piece in split.train()), config.vocab_size)
+
+
+def _write_tokens(
+    pieces: Iterator[Piece],
+    tokenizer: Tokenizer,
+    dtype: np.dtype[Any],
+    file: BinaryIO,
+    digest: Any,
+    bar: tqdm[Any],
+) -> tuple[int, int]:
+    """Write one side, a part of a document at a time; return its counts of tokens and bytes."""
+    n_tokens = n_bytes = 0
+    for piece in pieces:
+        bos = [tokenizer.bos_id] if piece.begins else []
+        eos = [tokenizer.eos_id] if piece.ends else []
+        for ids in (bos, *tokenizer.encode_parts(piece.text), eos):
+            data = np.array(ids, dtype).tobytes()
+            file.write(data)
+            digest.update(data)
+            n_tokens += len(ids)
+        size = len(piece.text.encode())
+        n_bytes += size
+        bar.update(size)
+    return n_tokens, n_bytes
+
+
+def _unigram_entropy(tokens: NDArray[Any], vocab_size: int) -> float:
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(tokens), _COUNTED_AT_ONCE):
+        counts += np.bincount(tokens[start : start + _COUNTED_AT_ONCE], minlength=vocab_size)
+    shares = counts[counts > 0] / len(tokens)
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _refuse_short_text(seq_len: int, n_train: int, n_val: int, most: str = "") -> None:
+    window = seq_len + 1
+    counts = (
+        f"the training text has {most}{n_train} tokens and the held-out text {most}{n_val}, and a "
+        f"window needs data.seq_len + 1 = {window}"
+    )
+    if n_train + n_val < 2 * window:
+        raise DataError(f"{counts}; add text, or lower data.seq_len")
+    if n_val < window:
+        raise DataError(f"{counts}; raise data.val_fraction, add text, or lower data.seq_len")
+    if n_train < window:
+        raise DataError(f"{counts}; lower data.val_fraction, add text, or lower data.seq_len")

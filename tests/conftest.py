@@ -1,0 +1,11 @@
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the tests out of the user's cache, and let them share one: pydocs takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINILLAMA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
