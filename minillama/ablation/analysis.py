@@ -82,8 +82,8 @@ class Interval:
 class Comparison:
     """An arm less its baseline, each at its own best LR, paired by seed.
 
-    Below zero the arm's loss is lower.  ``p_holm`` is the t test's p adjusted for all arms compared
-    in the report; ``same_p`` is TOST's: below .05 the two are equivalent within the margin.
+    Below zero the arm's loss is lower.  ``same_p`` is TOST's: below .05 the two are equivalent
+    within the margin.  ``p_holm`` and ``same_holm`` are adjusted for all arms of the report.
     ``s_mean`` and ``s_t95`` are of the plain LR sensitivity, over seeds with a full grid in both.
     """
 
@@ -101,6 +101,7 @@ class Comparison:
     p_holm: float
     p_sign: float
     same_p: float
+    same_holm: float
     s_mean: float
     s_t95: Interval
 
@@ -168,8 +169,8 @@ def compare_arms(arms: Sequence[ArmResult], margin: float) -> list[Comparison]:
         seeds = tuple(s for s in arm.best_seeds if s in baseline.best_seeds)
         if seeds:
             out.append(_compare(arm, baseline, seeds, margin))
-    adjusted = holm([c.p_t for c in out])
-    return [replace(c, p_holm=p) for c, p in zip(out, adjusted, strict=True)]
+    apart, same = holm([c.p_t for c in out]), holm([c.same_p for c in out])
+    return [replace(c, p_holm=p, same_holm=q) for c, p, q in zip(out, apart, same, strict=True)]
 
 
 def _compare(
@@ -198,6 +199,7 @@ def _compare(
         p_holm=math.nan,
         p_sign=float(sign_flip_test(d)),
         same_p=float(tost(d, margin)),
+        same_holm=math.nan,
         s_mean=float(s_d.mean()) if both else math.nan,
         s_t95=interval(t_interval(s_d)),
     )

@@ -48,6 +48,7 @@ class Display:
         cell = ended.cell
         self._running.pop(cell.folder, None)
         if ended.outcome == "interrupted":
+            self._done[cell.folder] = _last_step(cell.folder)
             return
         self._done[cell.folder] = cell.steps
         row = self._table.rows[cell.folder]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minillama.ablation.measures import Floats
+from minillama.ablation.results import Curves
 
 # Okabe and Ito's colours, told apart with every common kind of colour blindness; the second set has
 # the same hues, lightened for a dark page.  Yellow is darkened: on white nobody can see it.
@@ -80,3 +81,21 @@ def running_mean(y: Floats, window: int) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore"):
         mean: Floats = (total[1:] - total[start]) / number
     return np.where(np.isfinite(y), mean, np.nan)
+
+
+def loss_range(curves: Sequence[Curves]) -> tuple[float, float]:
+    """Return the range of loss worth looking at: each curve from a tenth of its way on.
+
+    The fall from the loss at init looks alike everywhere and would squeeze what differs.
+    """
+    parts = [np.zeros(0)]
+    for curve in curves:
+        smooth = running_mean(curve.loss, smoothing_window(len(curve.loss)))
+        parts += [smooth[len(smooth) // 10 :], curve.val_loss[1:]]
+    values = np.concatenate(parts)
+    values = values[np.isfinite(values)]
+    if len(values) == 0:
+        return 0.0, 1.0
+    low, high = float(values.min()), float(values.max())
+    pad = 0.06 * (high - low) or 0.1
+    return low - pad, high + pad

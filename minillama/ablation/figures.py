@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 
 from minillama.ablation.analysis import ArmResult, Comparison
-from minillama.ablation.drawing import arm_styles, every, running_mean, smoothing_window, thin
+from minillama.ablation.drawing import (
+    arm_styles,
+    every,
+    running_mean,
+    smoothing_window,
+    thin,
+)
 from minillama.ablation.measures import Floats
 from minillama.ablation.results import Results, Run
 
@@ -23,16 +29,23 @@ Trace = dict[str, Any]
 Figure = dict[str, Any]
 
 _POINTS_IN_ALL = 40_000
-"""Points of one figure's raw curves: what keeps the page under 6 MB."""
+_FEWEST_POINTS = 12
 
 
 def page_data(
-    results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Comparison]
+    results: Results,
+    arms: Sequence[ArmResult],
+    comparisons: Sequence[Comparison],
+    points_in_all: int = _POINTS_IN_ALL,
 ) -> dict[str, Any]:
-    """Return everything that the page's script needs: the arms' looks and the figures."""
+    """Return everything that the page's script needs: the arms' looks and the figures.
+
+    ``points_in_all`` bounds the points of all raw curves of one figure together.
+    """
+    points = max(_FEWEST_POINTS, points_in_all // max(1, len(results.runs)))
     styles = arm_styles(results.arms)
     rates = [f"{lr:g}" for lr in results.lrs]
-    figures = [curves(results, arms), gradients(results, arms)]
+    figures = [curves(results, arms, points), gradients(results, arms, points)]
     if len(results.lrs) > 1:
         figures.insert(0, loss_by_rate(results, arms))
     figures += [by_layer(results, arms, *measure) for measure in LAYER_MEASURES]
@@ -129,7 +142,6 @@ def loss_by_rate(results: Results, arms: Sequence[ArmResult]) -> Figure:
         "id": "loss-rate",
         "traces": [trace for trace in traces if trace["x"]],
         "layout": layout,
-        "by_rate": False,
     }
 
 
@@ -198,9 +210,8 @@ def _best_rates(arms: Sequence[ArmResult]) -> dict[str, float]:
     return {arm.name: arm.best_lr for arm in arms}
 
 
-def curves(results: Results, arms: Sequence[ArmResult]) -> Figure:
+def curves(results: Results, arms: Sequence[ArmResult], points: int) -> Figure:
     """Loss against step: raw training loss faint, its running mean strong, validation as marks."""
-    points = max(30, _POINTS_IN_ALL // max(1, len(results.runs)))
     best = _best_rates(arms)
     traces = []
     for run in results.runs:
@@ -250,13 +261,12 @@ def curves(results: Results, arms: Sequence[ArmResult]) -> Figure:
         "id": "loss-step",
         "traces": [trace for trace in traces if trace["x"]],
         "layout": {"xaxis": _axis("step"), "yaxis": _axis("loss (nats a token)")},
-        "by_rate": True,
+        "fit_tail": True,
     }
 
 
-def gradients(results: Results, arms: Sequence[ArmResult]) -> Figure:
+def gradients(results: Results, arms: Sequence[ArmResult], points: int) -> Figure:
     """Gradient norm before clipping against step, on a log scale, with the level of the clip."""
-    points = max(30, _POINTS_IN_ALL // max(1, len(results.runs)))
     best = _best_rates(arms)
     traces = []
     for run in results.runs:
@@ -286,7 +296,6 @@ def gradients(results: Results, arms: Sequence[ArmResult]) -> Figure:
         "id": "gradient-step",
         "traces": [trace for trace in traces if any(v is not None for v in trace["y"])],
         "layout": layout,
-        "by_rate": True,
     }
 
 
@@ -329,7 +338,6 @@ def by_layer(results: Results, arms: Sequence[ArmResult], measure: str, title: s
         "id": f"layer-{measure}",
         "traces": traces,
         "layout": {"xaxis": _axis("layer"), "yaxis": _log_axis(title)},
-        "by_rate": True,
     }
 
 
@@ -390,5 +398,4 @@ def differences(comparisons: Sequence[Comparison], results: Results) -> Figure:
             ],
             "height": 150 + 70 * len(names),
         },
-        "by_rate": False,
     }

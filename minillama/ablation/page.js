@@ -40,6 +40,19 @@ function painted(trace, look) {
   return out;
 }
 
+// The shown curves from a tenth of their way on: the first fall looks alike everywhere and would
+// squeeze what differs.
+function tailRange(figure) {
+  const values = figure.traces
+    .filter((trace) => isShown(trace) && !trace.opacity)
+    .flatMap((trace) => trace.y.slice(Math.ceil(trace.y.length / 10)))
+    .filter((value) => value !== null);
+  if (!values.length) return undefined;
+  const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
+  const pad = 0.06 * (high - low) || 0.1;
+  return [low - pad, high + pad];
+}
+
 function layoutOf(figure, look, narrow) {
   const axis = (given) => ({
     gridcolor: look.grid, linecolor: look.line, tickcolor: look.line, ...given,
@@ -47,7 +60,7 @@ function layoutOf(figure, look, narrow) {
   return {
     ...figure.layout,
     xaxis: axis(figure.layout.xaxis),
-    yaxis: axis(figure.layout.yaxis),
+    yaxis: axis(figure.fit_tail ? { ...figure.layout.yaxis, range: tailRange(figure) } : figure.layout.yaxis),
     annotations: (figure.layout.annotations || []).map((note) => ({
       ...note, font: { ...note.font, color: look.soft },
     })),

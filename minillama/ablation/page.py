@@ -26,6 +26,8 @@ from minillama.ablation.tables import (
 )
 from minillama.ablation.verdict import cautions, count, equal_start, findings, headline
 
+_MOST_BYTES = 900_000
+"""Of the figures' data: with plotly.js it makes a page below 6 MB."""
 _HERE = Path(__file__).parent
 _NO_NETWORK = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -74,7 +76,7 @@ CAPTIONS = {
 
 def render(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Comparison]) -> str:
     """Return the whole page."""
-    data = page_data(results, arms, comparisons)
+    data, payload = _data_within_size(results, arms, comparisons)
     styles = arm_styles(results.arms)
     kind = "ablation" if results.is_ablation else "training run"
     body = [
@@ -83,6 +85,7 @@ def render(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Co
         _cautions(results, arms),
         _facts(results),
         arm_table(arms, styles, comparisons) if results.is_ablation else "",
+        _sample(results),
         _bar(results, styles, data),
         _figures([figure["id"] for figure in data["figures"]]),
         comparison_table(comparisons, results.margin),
@@ -90,7 +93,6 @@ def render(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Co
         _small_print(results),
         _config(results),
     ]
-    payload = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -112,6 +114,19 @@ def render(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Co
 </body>
 </html>
 """
+
+
+def _data_within_size(
+    results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Comparison]
+) -> tuple[dict[str, Any], str]:
+    """Return the figures' data, as it is and as JSON, thinned until the page is small enough."""
+    points = 40_000
+    while True:
+        data = page_data(results, arms, comparisons, points)
+        payload = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+        if len(payload) < _MOST_BYTES or points < len(results.runs):
+            return data, payload
+        points //= 2
 
 
 def _asset(name: str) -> str:
@@ -173,6 +188,8 @@ def _bar(results: Results, styles: Mapping[str, ArmStyle], data: Mapping[str, An
     """Return the buttons that hide an arm in every figure, and the choice of a learning rate."""
     if not data["figures"]:
         return ""
+    if len(results.arms) == 1 and len(data["rates"]) == 1:
+        return "<h2>Figures</h2>"
     buttons = "".join(
         f'<button type="button" data-arm="{i}" aria-pressed="true">'
         f"{swatch(styles[arm])}{escape(arm)}</button>"
@@ -215,17 +232,17 @@ def _small_print(results: Results) -> str:
     ended = [run for run in results.runs if run.ended]
     seeds = ", ".join(str(seed) for seed in results.seeds)
     rates = ", ".join(f"{lr:g}" for lr in results.lrs)
-    rows = [
-        ("equal start", equal_start(results) if results.is_ablation else ""),
-        ("learning rates", f"{rates}; seeds {seeds}"),
+    of_ablation = [
+        ("equal start", equal_start(results)),
         ("S", _S_MEANS),
         ("basin", _BASIN_MEANS),
+    ]
+    rows = [
+        *(of_ablation if results.is_ablation else []),
+        ("learning rates", f"{rates}; seeds {seeds}"),
         ("fates", _FATES_MEAN),
         ("spikes", _SPIKES_MEAN),
-        (
-            "validation",
-            _values(ended, "val_tokens", "tokens of held-out text, all of it, each run"),
-        ),
+        ("validation", f"{_VALIDATION_MEANS} {_values(ended, 'n_val_tokens', 'tokens')}".rstrip()),
         ("made with", "; ".join(_versions(ended))),
         ("threads a run", _values(ended, "threads")),
         ("device", _values(ended, "device")),
@@ -255,6 +272,17 @@ _SPIKES_MEAN = (
     "the share of steps whose loss or gradient norm exceeds the mean of the previous 128 values by "
     "6 of their standard deviations; a value that is not finite is one."
 )
+
+
+_VALIDATION_MEANS = "the whole held-out split, once, at the end of each run."
+
+
+def _sample(results: Results) -> str:
+    """Return what a single run wrote at its end."""
+    text = results.runs[0].summary.get("sample") if results.runs else None
+    if results.is_ablation or not text:
+        return ""
+    return f"<h2>What it wrote</h2><pre><code>{escape(text)}</code></pre>"
 
 
 def _values(runs: Sequence[Run], key: str, unit: str = "") -> str:

@@ -15,8 +15,14 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from minillama.ablation.analysis import ArmResult
-from minillama.ablation.drawing import ArmStyle, arm_styles, running_mean, smoothing_window
-from minillama.ablation.results import Results, Run
+from minillama.ablation.drawing import (
+    ArmStyle,
+    arm_styles,
+    loss_range,
+    running_mean,
+    smoothing_window,
+)
+from minillama.ablation.results import Results
 
 _DASHES: dict[str, Any] = {
     "solid": "-",
@@ -172,7 +178,7 @@ def _panels(
 ) -> None:
     """Draw loss against step, a panel for each rate, all on the same axes."""
     first: Axes | None = None
-    low, high = _loss_range(results.runs)
+    low, high = loss_range([run.curves for run in results.runs])
     for i, lr in enumerate(rates):
         axes = figure.add_subplot(grid[i // columns, i % columns], sharex=first, sharey=first)  # type: ignore[index]
         first = first or axes
@@ -211,19 +217,6 @@ def _panels(
         else:
             axes.set_xlabel("step", color=_INK)
         axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _loss_range(runs: Sequence[Run]) -> tuple[float, float]:
-    """Return the range that shows every curve from its start, and no spike's whole height."""
-    values = [run.curves.loss for run in runs] + [run.curves.val_loss for run in runs]
-    finite = np.concatenate([part[np.isfinite(part)] for part in values] or [np.zeros(0)])
-    if len(finite) == 0:
-        return 0.0, 1.0
-    low, high = float(finite.min()), float(np.quantile(finite, 0.995))
-    starts = [run.figure("init_val_loss") for run in runs if run.summary.get("init_val_loss")]
-    high = min(float(finite.max()), max([high, *starts]))
-    pad = 0.04 * (high - low) or 0.1
-    return low - pad, high + pad
 
 
 def _words(

@@ -74,7 +74,7 @@ def run(config: AblationConfig, *, progress: bool = True) -> Path:
         if not todo:
             _log.info("%s: all %d cells are finished already", folder, len(grid))
             return folder
-        workers, threads = _share_cores(config, todo)
+        workers, threads = _share_cores(config, grid)
         with (
             StopSignal() as stop,
             Display(grid, table, progress) as display,
@@ -117,7 +117,7 @@ def dry_run(config: AblationConfig) -> str:
     tokens = sum(cell.tokens for cell in todo)
     lines.append(f"{len(todo)} of {len(grid)} cells to run, {tokens:,} tokens")
     if todo:
-        workers, threads = _share_cores(config, todo)
+        workers, threads = _share_cores(config, grid)
         seconds = estimate(todo, workers, threads)
         minutes = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
         lines.append(
@@ -215,17 +215,21 @@ def _run_order(grid: Sequence[Cell]) -> list[Cell]:
     return sorted(grid, key=lambda cell: (cell.seed, cell.lr))
 
 
-def _share_cores(config: AblationConfig, todo: Sequence[Cell]) -> tuple[int, int]:
-    """Return how many workers there are and how many threads each has."""
+def _share_cores(config: AblationConfig, grid: Sequence[Cell]) -> tuple[int, int]:
+    """Return how many workers there are and how many threads each has.
+
+    It is the same for the whole grid and for what is left of it: a thread more changes a sum's last
+    bit, and cells of one grid should differ in nothing but their config.
+    """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     workers = config.runner.workers
     if workers is None:
         # an accelerator is one device for all workers, who would fight for its memory
-        on_cpu = all(pick_device(cell.config.train.device).type == "cpu" for cell in todo)
+        on_cpu = all(pick_device(cell.config.train.device).type == "cpu" for cell in grid)
         workers = cores if on_cpu else 1
-    workers = min(workers, len(todo))
+    workers = min(workers, len(grid))
     return workers, config.runner.threads or max(1, cores // workers)
 
 

@@ -158,16 +158,15 @@ def comparison_table(comparisons: Sequence[Comparison], margin: float) -> str:
             f"{number(c.bca95.low, 4)} to {number(c.bca95.high, 4)}"
             if math.isfinite(c.bca95.low)
             else "–",
-            p_value(c.p_t),
-            p_value(c.p_holm),
+            f"{p_value(c.p_t)}<br><small>Holm: {p_value(c.p_holm)}</small>",
             flip,
-            p_value(c.same_p),
+            f"{p_value(c.same_p)}<br><small>Holm: {p_value(c.same_holm)}</small>",
             f"{number(c.s_mean)}<br><small>{number(c.s_t95.low)} to {number(c.s_t95.high)}</small>"
             if math.isfinite(c.s_t95.low)
             else "–",
         ]
         cells = "".join(f"<td>{column}</td>" for column in columns)
-        rows.append(f"<tr><th>{escape(c.arm)} − {escape(c.baseline)}</th>{cells}</tr>")
+        rows.append(f"<tr><th>{escape(c.arm)}<br>− {escape(c.baseline)}</th>{cells}</tr>")
     head = (
         "difference",
         "rates",
@@ -176,14 +175,13 @@ def comparison_table(comparisons: Sequence[Comparison], margin: float) -> str:
         "95% t",
         "95% BCa",
         "t test",
-        "after Holm",
         "sign flip",
         f"same<br>within ±{margin:g}",
         "S<br><small>95% t</small>",
     )
     note = (
         "Paired by seed, each arm at its own best learning rate; below zero the arm's loss is "
-        "lower. BCa: bootstrap, too narrow with few pairs. Holm: the t test's p adjusted for all "
+        "lower. BCa: bootstrap, too narrow with few pairs. Holm: p adjusted for the number of "
         "arms here. Same: two one-sided t tests; below .05 the arms are equivalent within the "
         "margin. S: the difference in plain LR sensitivity. A sign-flip test cannot reach p < .05 "
         f"below {MIN_PAIRS_FOR_SIGN_FLIP} pairs."

@@ -72,7 +72,7 @@ def _of_losses(results: Results, comparisons: Sequence[Comparison]) -> str:
     if all(len(c.seeds) == 1 for c in comparisons):
         return "One seed proves nothing: no difference in loss shown here can be told from chance."
     apart = [c for c in comparisons if c.p_holm < ALPHA]
-    same = [c for c in comparisons if c.same_p < ALPHA]
+    same = [c for c in comparisons if c.same_holm < ALPHA]
     if not apart and len(same) == len(comparisons):
         arms_named = listed(c.arm for c in comparisons)
         return f"As good as its baseline within ±{results.margin:g} nats: {arms_named}."
@@ -118,14 +118,15 @@ def of_comparison(c: Comparison, margin: float) -> str:
         if n < MIN_PAIRS_FOR_SIGN_FLIP
         else f" The sign-flip test gives {p_value(c.p_sign)}."
     )
-    same = c.same_p < ALPHA
+    same = c.same_holm < ALPHA
     if c.p_holm < ALPHA:
         small = f" Still, the two are equivalent within ±{margin:g}." if same else ""
         return f"{c.arm} ended {gap} {where} ({evidence}).{small}{few}"
     if same:
         return (
-            f"{c.arm} and {c.baseline} are equivalent within ±{margin:g} nats {where} "
-            f"({evidence}; equivalence {p_value(c.same_p)})."
+            f"{c.arm} and {c.baseline} are equivalent within ±{margin:g} nats {where}: the 90% "
+            f"interval of the difference, {number(c.t90.low)} to {number(c.t90.high)}, lies inside "
+            f"({count(n, 'seed')}, equivalence {p_value(c.same_holm)})."
         )
     return (
         f"{c.arm} and {c.baseline} cannot be told apart {where}, nor shown equivalent within "

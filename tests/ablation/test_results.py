@@ -1,0 +1,111 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minillama.ablation.results import COLUMNS, read_curves, read_results, row_of
+from minillama.errors import ConfigError, RunFolderError
+
+
+def test_an_ablation_is_read_in_the_order_of_its_grid(make_ablation: Any) -> None:
+    folder = make_ablation(
+        {"rms": {1e-3: [2.0, 2.1], 3e-3: [1.9, None]}, "ln": {1e-3: [2.2, 4.95], 3e-3: [1.8, 1.9]}}
+    )
+    results = read_results(folder)
+    assert results.arms == ("rms", "ln")
+    assert results.baseline_of == {"rms": "rms", "ln": "rms"}
+    assert [(r.arm, r.lr, r.seed, r.fate) for r in results.runs] == [
+        ("rms", 1e-3, 0, "ok"),
+        ("rms", 1e-3, 1, "ok"),
+        ("rms", 3e-3, 0, "ok"),
+        ("rms", 3e-3, 1, "diverged"),
+        ("ln", 1e-3, 0, "ok"),
+        ("ln", 1e-3, 1, "collapsed"),
+        ("ln", 3e-3, 0, "ok"),
+        ("ln", 3e-3, 1, "ok"),
+    ]
+    assert not results.missing
+
+
+def test_cells_that_are_missing_unfinished_or_crashed_are_told_apart(make_ablation: Any) -> None:
+    folder = make_ablation({"rms": {1e-3: [2.0, "missing", 2.1, "missing"]}})
+    (folder / "cells/rms/lr-0.001/seed-2/summary.json").unlink()
+    (folder / "cells.csv").write_text(
+        "arm,lr,seed,fate,error\nrms,0.001,3,crashed,out of memory\nrms,0.001,0,ok,\n"
+    )
+    results = read_results(folder)
+    assert [(r.seed, r.fate, r.error) for r in results.runs] == [
+        (0, "ok", ""),
+        (2, "unfinished", ""),
+        (3, "crashed", "out of memory"),
+    ]
+    assert results.missing == (("rms", 1e-3, 1),)
+    assert [r.ended for r in results.runs] == [True, False, False]
+
+
+def test_a_finished_cell_is_not_called_crashed_by_an_older_table(make_ablation: Any) -> None:
+    folder = make_ablation({"rms": {1e-3: [2.0]}})
+    (folder / "cells.csv").write_text("arm,lr,seed,fate,error\nrms,0.001,0,crashed,killed\n")
+    assert read_results(folder).runs[0].fate == "ok"
+
+
+def test_a_single_run_is_read_too(make_run: Any) -> None:
+    results = read_results(make_run(2.0, name="tiny", seed=3))
+    assert not results.is_ablation
+    assert (results.name, results.arms, results.seeds, results.lrs) == (
+        "tiny",
+        ("tiny",),
+        (3,),
+        (1e-3,),
+    )
+
+
+def test_a_folder_that_is_neither_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds neither an ablation"):
+        read_results(tmp_path)
+
+
+def test_a_damaged_summary_is_named(make_run: Any) -> None:
+    folder = make_run()
+    (folder / "summary.json").write_text('{"fate": "o')
+    with pytest.raises(RunFolderError, match=r"summary\.json is damaged"):
+        read_results(folder)
+
+
+def test_curves_take_the_last_word_on_a_step_and_turn_what_is_not_finite_into_nan(
+    tmp_path: Path,
+) -> None:
+    lines = [
+        {"step": 0, "val_loss": 6.0},
+        {"step": 2, "loss": 9.0, "grad_norm": 1.0, "clipped": False},
+        {"step": 1, "loss": 5.0, "grad_norm": 3.0, "clipped": True},
+        {"step": 2, "loss": 4.0, "grad_norm": "Infinity", "clipped": True},
+        {"step": 3, "loss": "NaN", "grad_norm": 2.0, "clipped": True},
+        {"step": 2, "probe": {"layer_0": {"kurtosis": 1.0}}},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
+    curves = read_curves(path)
+    np.testing.assert_array_equal(curves.steps, [1, 2, 3])
+    np.testing.assert_array_equal(curves.loss, [5, 4, np.nan])
+    np.testing.assert_array_equal(curves.grad_norm, [3, np.nan, 2])
+    assert curves.val_loss.tolist() == [6.0]
+    assert curves.probes == ((2, {"layer_0": {"kurtosis": 1.0}}),)
+    assert len(read_curves(tmp_path / "none.jsonl").steps) == 0
+
+
+def test_a_row_has_every_column_and_none_for_what_is_unknown(make_ablation: Any) -> None:
+    folder = make_ablation({"rms": {1e-3: [2.0, None]}})
+    good, bad = (row_of(run, folder) for run in read_results(folder).runs)
+    assert tuple(good) == COLUMNS
+    assert COLUMNS[:10] == (
+        *("arm", "lr", "seed", "fate", "val_loss", "train_loss", "steps", "tokens"),
+        *("seconds", "run_dir"),
+    )
+    assert good["run_dir"] == "cells/rms/lr-0.001/seed-0"
+    assert good["val_loss"] == 2.0
+    assert 0 < good["clipped_share"] < 1
+    assert good["error"] is None
+    assert (bad["fate"], bad["val_loss"], bad["grad_norm_max"]) == ("diverged", None, np.inf)
