@@ -6,12 +6,16 @@ import inspect
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from minillama.config import NORM_KINDS, FilesSource, RunConfig
-from minillama.data.prepare import encode_documents, prepare, train_documents
+from minillama.data.prepare import prepare
 from minillama.data.sources import open_documents
-from minillama.data.tokenizer import train_tokenizer
+from minillama.data.tokenizer import Tokenizer
 from minillama.errors import ConfigError, RunFolderError
 from minillama.evaluate import evaluate
 from minillama.generate import stream
@@ -50,10 +54,12 @@ def evaluate_text(
     model, tokenizer, config = load_checkpoint(checkpoint)
     if text is None:
         prepared = prepare(config)
-        tokens, n_bytes, what = prepared.val, prepared.meta.n_val_bytes, "the validation split"
+        tokens: NDArray[np.generic] = prepared.val
+        n_bytes, what = prepared.meta.n_val_bytes, "the validation split"
     else:
         documents = open_documents(FilesSource(kind="files", files=[text]))
-        tokens, n_bytes = encode_documents(documents, tokenizer)
+        tokens = _encoded(documents, tokenizer)
+        n_bytes = sum(len(document.encode()) for document in documents)
         what = text
     result = evaluate(
         model,
@@ -69,6 +75,16 @@ def evaluate_text(
         f"{result['bits_per_byte']:.4f} bits a byte "
         f"({result['n_tokens']} tokens, {n_bytes} bytes)"
     )
+
+
+def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> NDArray[np.uint32]:
+    """Return the ids of all documents, each between bos and eos."""
+    parts = [
+        np.array(ids, dtype=np.uint32)
+        for document in documents
+        for ids in ([tokenizer.bos_id], *tokenizer.encode_parts(document), [tokenizer.eos_id])
+    ]
+    return np.concatenate(parts)
 
 
 def write_text(
@@ -114,7 +130,7 @@ def train_tokenizer_file(config: RunConfig, out: str) -> str:
         raise ConfigError(
             f"tokenizer.kind = {config.tokenizer.kind!r} needs no training; set tokenizer.kind=bpe"
         )
-    tokenizer = train_tokenizer(train_documents(config), config.tokenizer.vocab_size or 0)
+    tokenizer = prepare(config).tokenizer
     try:
         tokenizer.save(Path(out))
     except OSError as error:

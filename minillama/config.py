@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import sentencepiece
-import yaml
 from pydantic import (
     BaseModel,
     Field,
@@ -31,8 +30,11 @@ from pydantic import (
 from minillama.errors import ConfigError, Fault
 from minillama.plugins import load_plugins
 from minillama.reading import (
+    NotBool,
+    Owned,
     Section,
     check,
+    dump_yaml,
     faults_of,
     override,
     parse_overrides,
@@ -45,10 +47,13 @@ BYTE_VOCAB_SIZE = 259  # unk, bos, eos and the 256 bytes
 MIN_BPE_VOCAB_SIZE = 270  # unk, bos, eos, the 256 bytes and a little to learn
 DEFAULT_BPE_VOCAB_SIZE = 512
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[int, NotBool, Field(gt=0)]
+NonNegative = Annotated[int, NotBool, Field(ge=0)]
+Seed = Annotated[int, NotBool, Field(ge=0, lt=2**63)]  # what a torch.Generator takes
+PositiveFloat = Annotated[float, NotBool, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, NotBool, Field(ge=0, allow_inf_nan=False)]
+Factor = Annotated[float, NotBool, Field(ge=1, allow_inf_nan=False)]
+Beta = Annotated[float, NotBool, Field(ge=0, lt=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$")]
 
 
@@ -60,7 +65,9 @@ class RMSNormOptions(Section):
 
     affine: bool = Field(True, description="learn a gain γ")
     unit_offset: bool = Field(False, description="gain is 1 + w with w starting at 0 (Gemma)")
-    partial: float = Field(1.0, gt=0, le=1, description="share of features the rms is taken from")
+    partial: Annotated[float, NotBool, Field(gt=0, le=1)] = Field(
+        1.0, description="share of features the rms is taken from"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> RMSNormOptions:
@@ -178,14 +185,14 @@ class LinearRopeScaling(Section):
     """Positions divided by ``factor`` (Chen 2023, position interpolation)."""
 
     kind: Literal["linear"]
-    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    factor: Factor
 
 
 class Llama3RopeScaling(Section):
     """Low frequencies divided by ``factor``, high ones kept, a ramp between (Llama 3.1)."""
 
     kind: Literal["llama3"]
-    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 8.0
+    factor: Factor = 8.0
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
     original_max_seq_len: Positive = 8192
@@ -349,10 +356,10 @@ class DataConfig(Section):
 
     source: Source = PydocsSource(kind="pydocs")
     seq_len: Positive = Field(128, description="tokens in a training window")
-    val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+    val_fraction: Annotated[float, NotBool, Field(gt=0, lt=1)] = Field(
         0.05, description="share of the text's bytes that is held out"
     )
-    split_seed: NonNegative = Field(
+    split_seed: Seed = Field(
         0,
         description="shuffles documents before the split; not train.seed, so that runs with "
         "different seeds are judged on the same held-out text",
@@ -366,7 +373,7 @@ class OptimConfig(Section):
     """AdamW and its schedule."""
 
     lr: PositiveFloat = Field(1e-3, description="the peak learning rate")
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+    min_lr_ratio: Annotated[float, NotBool, Field(ge=0, le=1)] = Field(
         0.1, description="the last step's learning rate over the peak"
     )
     warmup_steps: NonNegative = 0
@@ -374,10 +381,7 @@ class OptimConfig(Section):
         "cosine",
         description="after the warm-up; wsd holds the peak, then falls over the last fifth",
     )
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
-        0.9,
-        0.95,
-    )
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = Field(
         0.1, description="decoupled, on matrices only: never on norms, gains or biases"
@@ -394,7 +398,7 @@ class TrainConfig(Section):
     micro_batch_size: Positive | None = Field(
         None, description="windows in a forward pass; gradients of a step add up; default: all"
     )
-    seed: NonNegative = Field(0, description="of initial weights and of the order of batches")
+    seed: Seed = Field(0, description="of initial weights and of the order of batches")
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="bfloat16: autocast; weights and optimizer stay float32"
@@ -481,7 +485,7 @@ class AblationConfig(Section):
     )
     baseline: str = Field(description="the arm that the others are compared with")
     lr: Annotated[list[PositiveFloat], Field(min_length=1)]
-    seeds: list[NonNegative] = Field([0], min_length=1)
+    seeds: list[Seed] = Field([0], min_length=1)
     margin: PositiveFloat = Field(
         0.02, description="nats within which two losses count as the same (equivalence test)"
     )
@@ -514,12 +518,12 @@ class AblationConfig(Section):
 # ------------------------------------------------------------------------------------ load, resolve
 
 OWNED_BY_KIND = {
-    "data.source": None,
-    "model.rope_scaling": None,
-    "tokenizer": ("vocab_size", "path"),
-    "model.norm": ("options",),
+    "data.source": Owned(None, "pydocs"),
+    "model.rope_scaling": Owned(None),
+    "tokenizer": Owned(("vocab_size", "path"), "bpe"),
+    "model.norm": Owned(("options",), "rmsnorm"),
 }
-"""What belongs to a section's ``kind`` (None: everything), and goes when an override changes it."""
+"""What goes when an override changes a section's ``kind``."""
 
 
 def parse_run(raw: Mapping[str, Any], where: str) -> RunConfig:
@@ -557,7 +561,9 @@ def resolve(config: RunConfig, where: str = "config") -> RunConfig:
     tokenizer = config.tokenizer
     if tokenizer.kind == "byte":
         tokenizer = tokenizer.model_copy(update={"vocab_size": BYTE_VOCAB_SIZE})
-    elif tokenizer.path is not None:
+    elif tokenizer.path is not None and (
+        tokenizer.vocab_size is None or Path(tokenizer.path).exists()
+    ):  # a checkpoint, whose config is resolved, brings its own copy of a file that is gone
         size = _sentencepiece_size(tokenizer.path, where)
         if tokenizer.vocab_size not in (None, size):
             rule = f"the model at tokenizer.path has {size} ids; leave this out"
@@ -616,7 +622,7 @@ def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationCo
 
 def to_yaml(config: Section) -> str:
     """Write a config as YAML that :func:`load_config` reads back equal."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def json_schema() -> str:
