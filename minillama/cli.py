@@ -99,6 +99,12 @@ def _import(options: Namespace) -> str:
     return import_model(options.folder, options.out)
 
 
+def _convert_norm(options: Namespace) -> str:
+    from minillama.commands import convert_norm
+
+    return convert_norm(options.checkpoint, options.out)
+
+
 def _bench(options: Namespace) -> str:
     from minillama.bench import run
 
@@ -239,6 +245,16 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--to", choices=("hf", "gguf"), required=True)
     sub.add_argument("--out", required=True, metavar="DIR")
     sub.add_argument("--dtype", help="hf: float32, bfloat16, float16; gguf: f32, f16, q8_0")
+
+    sub = command(
+        commands,
+        "convert-norm",
+        "turn a pre-LayerNorm checkpoint into an equivalent pre-RMSNorm one",
+        "minillama convert-norm runs/tiny-layernorm --out converted",
+        _convert_norm,
+    )
+    takes_checkpoint(sub)
+    sub.add_argument("--out", required=True, metavar="DIR")
 
     sub = command(
         commands,

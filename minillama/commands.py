@@ -19,11 +19,12 @@ from minillama.data.tokenizer import Tokenizer
 from minillama.errors import ConfigError, RunFolderError
 from minillama.evaluate import evaluate
 from minillama.generate import stream
+from minillama.model.convert import layernorm_to_rmsnorm
 from minillama.model.norms import NORMS
 from minillama.model.placement import PLACEMENTS
 from minillama.plugins import load_plugins
 from minillama.registry import unknown_name
-from minillama.training.checkpoint import load_checkpoint
+from minillama.training.checkpoint import load_checkpoint, save_checkpoint
 from minillama.training.trainer import train
 
 
@@ -122,6 +123,16 @@ def write_text(
         f"{len(new_ids)} tokens in {seconds:.2f} s, {len(new_ids) / seconds:.0f} tokens/s",
         file=sys.stderr,
     )
+
+
+def convert_norm(checkpoint: str, out: str) -> str:
+    """Write a pre-LayerNorm checkpoint as an equivalent pre-RMSNorm one."""
+    model, tokenizer, config = load_checkpoint(checkpoint)
+    if Path(out).exists():
+        raise ConfigError(f"{out} is there already; name another folder")
+    twin = layernorm_to_rmsnorm(model)
+    save_checkpoint(out, twin, tokenizer, config.model_copy(update={"model": twin.config}))
+    return f"{out}: the same model with RMSNorm; let it write: minillama generate {out}"
 
 
 def train_tokenizer_file(config: RunConfig, out: str) -> str:

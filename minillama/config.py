@@ -68,6 +68,7 @@ class RMSNormOptions(Section):
     partial: Annotated[float, NotBool, Field(gt=0, le=1)] = Field(
         1.0, description="share of features the rms is taken from"
     )
+    bias: bool = Field(False, description="learn a shift β as well; has no effect without affine")
 
     @model_validator(mode="after")
     def _check(self) -> RMSNormOptions:

@@ -49,9 +49,12 @@ class RMSNorm(nn.Module):
         unit_offset: the gain is 1 + w, and w is zeros at start (Gemma); ``weight`` is w.
         partial: share p of the features whose mean square is taken, the first ⌊dim·p⌋ of them, at
             least one (pRMSNorm, section 4 of the paper).
+        bias: add a learned shift β, of shape (dim,), zeros at start, as the paper's own code can;
+            not without ``affine``.
     """
 
     weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class RMSNorm(nn.Module):
         affine: bool = True,
         unit_offset: bool = False,
         partial: float = 1.0,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.dim, self.eps, self.unit_offset = dim, eps, unit_offset
@@ -68,9 +72,15 @@ class RMSNorm(nn.Module):
         self.n_measured = max(1, math.floor(round(dim * partial, 6)))
         start = torch.zeros if unit_offset else torch.ones
         self.register_parameter("weight", nn.Parameter(start(dim)) if affine else None)
+        has_bias = affine and bias
+        self.register_parameter("bias", nn.Parameter(torch.zeros(dim)) if has_bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` of shape (..., dim)."""
+        y = self._scaled(x)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+    def _scaled(self, x: Tensor) -> Tensor:
         gain: Tensor | None = self.weight
         if self.unit_offset and gain is not None:
             gain = 1 + gain.to(_wide(x))
@@ -89,6 +99,7 @@ class RMSNorm(nn.Module):
         parts += ["affine=False"] if self.weight is None else []
         parts += ["unit_offset=True"] if self.unit_offset else []
         parts += [f"measured={self.n_measured}"] if self.n_measured < self.dim else []
+        parts += ["bias=True"] if self.bias is not None else []
         return ", ".join(parts)
 
 

@@ -1,0 +1,70 @@
+"""A pre-LayerNorm model as an equivalent pre-RMSNorm one (Jiang 2023, arXiv 2305.14858).
+
+LayerNorm is RMSNorm behind the removal of the mean: ln(x) = rms(x − mean(x)).  The mean of the
+residual stream can be removed where the stream is written instead of where it is read, once and for
+all, by multiplying each weight that writes to it by (I − 11ᵀ / d).  Then the two norms agree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillama.config import ModelConfig, NormConfig
+from minillama.errors import ConfigError, Fault
+from minillama.model.transformer import Transformer
+
+_READ_ONLY_PLACEMENTS = ("pre", "scaled")
+"""Placements whose norms only read the stream: what they put out is not written back to it."""
+
+
+@torch.no_grad()
+def layernorm_to_rmsnorm(model: Transformer) -> Transformer:
+    """Return an RMSNorm model that computes the same logits, to rounding.
+
+    The embedding is untied, since as a head it must keep the mean that it loses as an embedding.
+
+    Raises:
+        ConfigError: the model has another norm or placement; every reason is given.
+    """
+    weights = model.state_dict()
+    faults = _faults(model.config)
+    if faults:
+        raise ConfigError.of_faults("no equivalent RMSNorm model", faults)
+    config = model.config.model_copy(
+        update={
+            "tie_embeddings": False,
+            "norm": NormConfig(
+                **{
+                    **model.config.norm.model_dump(),
+                    "kind": "rmsnorm",
+                    "options": model.config.norm.options,  # affine and bias: rmsnorm has both
+                }
+            ),
+        }
+    )
+    converted: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if name == "embed.weight":
+            converted[name] = weight - weight.mean(dim=1, keepdim=True)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            converted[name] = weight - weight.mean(dim=0, keepdim=True)
+        else:
+            converted[name] = weight
+    converted.setdefault("lm_head.weight", weights["embed.weight"])
+    twin = Transformer(config).to(model.embed.weight)
+    twin.load_state_dict({name: weight.clone() for name, weight in converted.items()})
+    return twin
+
+
+def _faults(config: ModelConfig) -> list[Fault]:
+    norm = config.norm
+    faults = []
+    if norm.kind != "layernorm":
+        faults.append(Fault("model.norm.kind", norm.kind, "is not layernorm"))
+    if norm.placement not in _READ_ONLY_PLACEMENTS:
+        rule = f"must be one of {', '.join(_READ_ONLY_PLACEMENTS)}; its norms write to the stream"
+        faults.append(Fault("model.norm.placement", norm.placement, rule))
+    if norm.embed_norm:
+        faults.append(Fault("model.norm.embed_norm", True, "it writes to the stream"))
+    return faults
