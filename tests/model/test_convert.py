@@ -16,7 +16,7 @@ def layernorm_model(**changes):
     model = Transformer(config, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             # Means far from zero, so that removing them matters.
             weight += 0.3 * torch.randn(weight.shape, generator=generator) + 0.1
     return model
