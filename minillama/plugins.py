@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from minillama.errors import ConfigError, MinillamaError
 
-_LOADED_PLUGINS: dict[str, Any] = {}
+_LOADED_PLUGINS: dict[str, ModuleType] = {}
 
 
 def load_plugins(plugins: Sequence[str]) -> None:
@@ -36,12 +38,7 @@ def load_plugins(plugins: Sequence[str]) -> None:
                 continue
             if not Path(key).is_file():
                 raise FileNotFoundError("no such file")
-            spec = importlib.util.spec_from_file_location(f"minillama_plugin_{Path(key).stem}", key)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            _LOADED_PLUGINS[key] = module
+            _LOADED_PLUGINS[key] = _import_file(key)
         except MinillamaError as error:
             raise ConfigError(f"plugins.{index} = {plugin!r}: {error}") from None
         except Exception as error:
@@ -54,3 +51,20 @@ def load_plugins(plugins: Sequence[str]) -> None:
             raise ConfigError(
                 f"plugins.{index} = {plugin!r}: {type(error).__name__}: {error}{place}"
             ) from error
+
+
+def _import_file(path: str) -> ModuleType:
+    stem = re.sub(r"\W", "_", Path(path).stem)  # a dot would make it a module inside another
+    name = f"minillama_plugin_{stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # As after an import: dataclasses and pickle look a class's module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

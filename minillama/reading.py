@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from minillama.errors import ConfigError, Fault
@@ -24,6 +24,16 @@ class Section(BaseModel):
     """A frozen part of the config that refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+def _truth_is_no_number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+NotBool = BeforeValidator(_truth_is_no_number)
+"""On a field that holds a number: pydantic would read true as 1."""
 
 
 def refuse(faults: Sequence[Fault]) -> None:
@@ -39,16 +49,29 @@ def refuse(faults: Sequence[Fault]) -> None:
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's core rules where 1.1 surprises: 3e-4 is a number, `no` a word; no key twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if key in seen:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Here, not where mappings are built: by then `<<` may have added keys of its own.
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
                 )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+            seen.add(key.value)
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every word that :class:`_Loader`, or YAML 1.1, would take for something else."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML reads these line ends back as spaces unless they are escaped.
+        style = '"' if re.search("[\x85\u2028\u2029]", data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _replace_resolvers() -> None:
@@ -65,9 +88,10 @@ def _replace_resolvers() -> None:
         ("int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
         ("float", rf"[-+]?(?:{number}|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)", "-+0123456789."),
     ):
-        _Loader.add_implicit_resolver(
-            f"tag:yaml.org,2002:{name}", re.compile(f"^(?:{pattern})$"), list(first)
-        )
+        for side in (_Loader, _Dumper):
+            side.add_implicit_resolver(
+                f"tag:yaml.org,2002:{name}", re.compile(f"^(?:{pattern})$"), list(first)
+            )
 
 
 _replace_resolvers()
@@ -75,14 +99,24 @@ _replace_resolvers()
 
 def _parse_yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, _Loader)  # a SafeLoader: it builds plain data only
+        # A SafeLoader: it builds plain data only.  The copy finds what holds itself.
+        return json_copy(yaml.load(text, _Loader))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{where}{place}: not valid YAML: {problem}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid YAML: {str(error) or 'too deeply nested'}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: not valid YAML: nested too deeply, or holds itself") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid YAML: {error}") from None
+    except (AttributeError, LookupError):
+        raise ConfigError(f"{where}: not valid YAML: a value does not fit its !!tag") from None
+
+
+def dump_yaml(value: Any) -> str:
+    """Write plain data as YAML that :func:`read_yaml` reads back equal."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -108,24 +142,31 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return raw
 
 
-OwnedByKind = Mapping[str, Sequence[str] | None]
+class Owned(NamedTuple):
+    """What belongs to a section's ``kind``: the fields (None: all), and the kind it has unasked."""
+
+    fields: Sequence[str] | None
+    default_kind: str | None = None
 
 
 def override(
-    raw: Mapping[str, Any], overrides: Mapping[str, Any], owned_by_kind: OwnedByKind
+    raw: Mapping[str, Any], overrides: Mapping[str, Any], owned_by_kind: Mapping[str, Owned]
 ) -> dict[str, Any]:
     """Return ``raw`` with each dotted name in ``overrides`` set to its value.
 
     An override that changes a section's ``kind`` drops the settings of the kind before: those of a
-    hub source mean nothing to a list of files.  ``owned_by_kind`` names them by section; None means
-    all of them.
+    hub source mean nothing to a list of files.  ``owned_by_kind`` names them by section.  Their
+    order does not matter: a section goes before its fields, and its ``kind`` before the others.
 
     Raises:
         ConfigError: a name leads through something that is not a section.
     """
     out: dict[str, Any] = json_copy(raw)
-    for dotted, value in overrides.items():
-        *parents, leaf = dotted.split(".")
+    for *parents, leaf in sorted(
+        (dotted.split(".") for dotted in overrides), key=lambda p: (len(p), p[-1] != "kind")
+    ):
+        dotted = ".".join((*parents, leaf))
+        value = overrides[dotted]
         section: Any = out
         for depth, parent in enumerate(parents):
             if section.get(parent) is None:
@@ -135,10 +176,11 @@ def override(
                 at = ".".join(parents[: depth + 1])
                 raise ConfigError(f"override {dotted}: {at} is {section!r}, which has no fields")
         prefix = ".".join(parents)
-        if leaf == "kind" and prefix in owned_by_kind and section.get("kind", value) != value:
-            owned = owned_by_kind[prefix]
-            for key in tuple(section) if owned is None else owned:
-                section.pop(key, None)
+        if leaf == "kind" and prefix in owned_by_kind:
+            fields, default_kind = owned_by_kind[prefix]
+            if section.get("kind", default_kind) != value:
+                for key in tuple(section) if fields is None else fields:
+                    section.pop(key, None)
         section[leaf] = json_copy(value)
     return out
 
@@ -194,7 +236,7 @@ def _follow(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, list
         if len(sections) > 1 and tagged:
             sections = tagged
             continue
-        path.append(str(key))
+        path.append(str(key) or "''")
         names = [name for section in sections for name in section.model_fields]
         fields = [s.model_fields[str(key)] for s in sections if str(key) in s.model_fields]
         sections = [section for field in fields for section in _sections(field.annotation)]
@@ -215,22 +257,27 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _leaves(section, f"{prefix}{name}.")
 
 
-def _no_such_field(model: type[BaseModel], path: str, siblings: list[str]) -> str:
-    leaf = path.rpartition(".")[2]
+def _no_such_field(model: type[BaseModel], path: str, leaf: str, siblings: list[str]) -> str:
+    if "." in leaf:
+        outer, *inner = leaf.split(".")
+        nested = f"{outer}: " + "".join(f"{{{name}: " for name in inner) + "..." + "}" * len(inner)
+        return f"no such field; in a file, sections are nested: {nested}"
     elsewhere = {dotted.rpartition(".")[2]: dotted for dotted in _leaves(model)}
     guess = (
         elsewhere.get(leaf)
         or nearest(leaf, siblings)
         or elsewhere.get(nearest(leaf, elsewhere) or "")
     )
-    hint = f"did you mean {guess}? " if guess else ""
+    hint = f"did you mean {guess}? " if guess not in (None, path) else ""
     return f"no such field; {hint}valid here: {', '.join(sorted(set(siblings))) or 'nothing'}"
 
 
 def _rule(model: type[BaseModel], error: ErrorDetails, path: str, siblings: list[str]) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return _no_such_field(model, path, siblings)
+        return _no_such_field(model, path, str(error["loc"][-1]), siblings)
+    if kind in ("model_type", "model_attributes_type"):
+        return "must be a mapping of fields"
     if kind == "missing":
         return "is required"
     if kind == "literal_error":
@@ -270,24 +317,22 @@ def faults_of(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
     return faults
 
 
-def _lookup(raw: Any, dotted: str) -> bool:
+def _innermost(raw: Any, dotted: str) -> str:
+    """Return the path of the innermost entry that holds ``dotted``, or would; empty if none."""
+    there: list[str] = []
     for key in dotted.split("."):
         if not isinstance(raw, Mapping) or key not in raw:
-            return False
+            break
+        there.append(key)
         raw = raw[key]
-    return True
+    return ".".join(there)
 
 
-def _drop(raw: dict[str, Any], dotted: str) -> None:
-    """Delete the innermost mapping entry that holds ``dotted``."""
+def _delete(raw: dict[str, Any], dotted: str) -> None:
     *parents, leaf = dotted.split(".")
     section: Any = raw
     for parent in parents:
-        inner = section.get(parent)
-        if not isinstance(inner, dict):
-            leaf = parent
-            break
-        section = inner
+        section = section.get(parent, {})
     section.pop(leaf, None)
 
 
@@ -298,13 +343,24 @@ def check(model: type[SectionT], raw: Mapping[str, Any], where: str) -> SectionT
     """Build ``model`` from ``raw``, or report everything that is wrong with it.
 
     A rule about two fields can only be checked once each of them is sound, so the faulty entries
-    are dropped and the rest is looked at again, until nothing new is found.
+    are dropped and the rest is looked at again, until nothing is left to drop.
 
     Raises:
         ConfigError: with every fault; ``where`` names the file in its message.
     """
     faults: list[Fault] = []
     rest: dict[str, Any] = json_copy(raw)
+    dropped: set[str] = set()
+
+    def is_there(path: str) -> bool:
+        return bool(path) and _innermost(rest, path) == path
+
+    def is_news(fault: Fault) -> bool:
+        """Tell a fault of what the user wrote from one of the defaults now in its place."""
+        paths = [f"{path}." for path in (fault.path, fault.other) if path]
+        gone = any(path.startswith(f"{hole}.") for path in paths for hole in dropped)
+        return not dropped or (not gone and any(map(is_there, (fault.path, fault.other))))
+
     while True:
         try:
             config = model(**rest)
@@ -313,19 +369,19 @@ def check(model: type[SectionT], raw: Mapping[str, Any], where: str) -> SectionT
             found = faults_of(error, model)
         except TypeError:
             raise ConfigError(f"{where}: field names must be words") from None
-        dropped = {fault.path for fault in faults}
-        news = [
-            fault
-            for fault in found
-            if not faults or (_lookup(rest, fault.path) and not dropped & {fault.path, fault.other})
-        ]
-        faults += news
-        if not news:
+        faults += filter(is_news, found)
+        holes: set[str] = set()
+        for fault in found:
+            there = set(filter(is_there, (fault.path, fault.other)))
+            # What is missing, or is one item of a list, takes with it what it is missing in.
+            holes |= there or {_innermost(rest, fault.path)}
+        # Without its kind, a section means nothing.
+        holes = {hole.removesuffix(".kind") for hole in holes if hole}
+        if not holes:
             break
-        for fault in news:
-            _drop(rest, fault.path)
-            if fault.other:
-                _drop(rest, fault.other)
+        for hole in holes:
+            _delete(rest, hole)
+        dropped |= holes
     if faults:
         raise ConfigError.of_faults(where, faults)
     return config
