@@ -39,6 +39,7 @@ def main(threads: int) -> None:
     torch.set_num_interop_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # stdout is for answers alone; what anyone else prints goes elsewhere
     jobs: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin, jobs), daemon=True).start()
     try:
@@ -73,7 +74,7 @@ def _train(job: str) -> dict[str, str]:
     except DivergedError as error:
         print(error, flush=True)  # a result like any other; the summary has it
     except (InterruptedRunError, KeyboardInterrupt) as error:
-        print(error or "interrupted", flush=True)
+        print(str(error) or "interrupted", flush=True)
         return {"outcome": "interrupted", "error": ""}
     except MinillamaError as error:
         print(error, flush=True)

@@ -1,0 +1,245 @@
+"""Real cells in real worker processes, as small as they come."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from minillama.ablation.grid import cells
+from minillama.ablation.pool import Ended, Pool
+from minillama.ablation.runner import dry_run, run
+from minillama.config import AblationConfig, load_ablation, to_yaml
+from minillama.errors import ConfigError, MinillamaError, RunFolderError
+
+PLUGIN = '''
+import os, signal
+
+import torch
+
+from minillama.model.norms import register_norm
+
+
+@register_norm("killer")
+def killer(dim: int):
+    """Ends the process that builds it, as the system does when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@register_norm("faulty")
+def faulty(dim: int):
+    """Raises."""
+    print("about to fail")
+    raise ArithmeticError("this norm cannot be built")
+'''
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One file for all tests here: a kind is registered once in a process."""
+    path = tmp_path_factory.mktemp("plugin") / "plugin.py"
+    path.write_text(PLUGIN)
+    return str(path)
+
+
+@pytest.fixture
+def ablation(tmp_path: Path, plugin: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes the config of a tiny ablation."""
+    monkeypatch.setenv("MINILLAMA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("Norms keep a stream of numbers within its banks. " * 40)
+
+    def make(**fields: Any) -> AblationConfig:
+        base = {
+            "plugins": [plugin],
+            "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "ffn_dim": 16},
+            "tokenizer": {"kind": "byte"},
+            "data": {
+                "source": {"kind": "files", "files": [str(tmp_path / "text.txt")]},
+                "seq_len": 16,
+                "val_fraction": 0.1,
+            },
+            "train": {"steps": 4, "batch_size": 2, "device": "cpu", "eval_every": 0},
+        }
+        default: dict[str, Any] = {
+            "name": "test",
+            "out_dir": str(tmp_path / "out"),
+            "base": base,
+            "arms": {"rms": {}, "ln": {"model.norm.kind": "layernorm"}},
+            "baseline": "rms",
+            "lr": [1e-3],
+            "runner": {"workers": 2, "threads": 1},
+        }
+        return AblationConfig(**default | fields)
+
+    return make
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "cells.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_cell_ends_in_a_row_whatever_becomes_of_it(
+    ablation: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arms = {
+        "rms": {},
+        "killer": {"model.norm.kind": "killer"},
+        "faulty": {"model.norm.kind": "faulty"},
+        "ln": {"model.norm.kind": "layernorm"},
+    }
+    folder = run(ablation(arms=arms, lr=[1e-3, 1e30]))
+    table = rows(folder)
+    assert [(row["arm"], float(row["lr"]), row["fate"]) for row in table] == [
+        ("rms", 1e-3, "collapsed"),
+        ("rms", 1e30, "diverged"),
+        ("killer", 1e-3, "crashed"),
+        ("killer", 1e30, "crashed"),
+        ("faulty", 1e-3, "crashed"),
+        ("faulty", 1e30, "crashed"),
+        ("ln", 1e-3, "collapsed"),
+        ("ln", 1e30, "diverged"),
+    ]
+    good, diverged, killed, faulty = (table[i] for i in (0, 1, 2, 4))
+    summary = json.loads((folder / good["run_dir"] / "summary.json").read_text())
+    assert float(good["val_loss"]) == summary["val_loss"]
+    assert (good["steps"], good["threads"], summary["threads"]) == ("4", "1", 1)
+    assert (diverged["val_loss"], killed["val_loss"]) == ("", "")
+    assert killed["error"] == "the worker was ended by SIGKILL; out of memory?"
+    assert faulty["error"] == "ArithmeticError: this norm cannot be built"
+    log = (folder / faulty["run_dir"] / "log.txt").read_text()
+    assert "about to fail" in log
+    assert "Traceback" in log
+
+    shown = capfd.readouterr().err
+    assert "[8/8]" in shown
+    assert "rms, lr 0.001, seed 0: collapsed, validation loss" in shown
+    assert "8/8 cells, 0 running" in shown
+
+    before = (folder / good["run_dir"] / "summary.json").stat().st_mtime_ns
+    less = {name: arms[name] for name in ("rms", "ln")}
+    assert run(ablation(arms=less, lr=[1e-3, 1e30])) == folder  # all is finished: starts nothing
+    assert (folder / good["run_dir"] / "summary.json").stat().st_mtime_ns == before
+    assert [row["fate"] for row in rows(folder)] == ["collapsed", "diverged"] * 2
+    assert load_ablation(folder / "ablation.yaml").lr == [1e-3, 1e30]
+
+
+def test_if_every_cell_crashes_the_first_fault_is_told(ablation: Any) -> None:
+    with pytest.raises(MinillamaError, match=r"every cell crashed.*this norm cannot.*log\.txt"):
+        run(ablation(arms={"rms": {"model.norm.kind": "faulty"}}), progress=False)
+
+
+def _start(config: AblationConfig, path: Path) -> "subprocess.Popen[str]":
+    path.write_text(to_yaml(config))
+    code = (
+        "import sys; from minillama.ablation.runner import run; "
+        "from minillama.config import load_ablation; run(load_ablation(sys.argv[1]))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stderr=subprocess.PIPE, text=True
+    )
+
+
+def _wait_for_steps(folder: Path, more_than: int) -> None:
+    """Wait until some cell has logged more lines than that."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        logged = [path.read_text().count("\n") for path in folder.glob("cells/*/*/*/metrics.jsonl")]
+        if logged and max(logged) > more_than:
+            return
+        time.sleep(0.05)
+    raise AssertionError("no cell came so far")
+
+
+def test_stopped_and_killed_and_run_again_it_ends_as_if_nothing_had_happened(
+    ablation: Any, tmp_path: Path
+) -> None:
+    train = {"train.steps": 600, "train.save_every": 600}
+    whole = ablation(overrides=train, out_dir=str(tmp_path / "whole"))
+    broken = ablation(overrides=train, out_dir=str(tmp_path / "broken"))
+    folder = tmp_path / "broken"
+
+    process = _start(broken, tmp_path / "broken.yaml")
+    _wait_for_steps(folder, 50)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=90)
+    assert "InterruptedRunError: stopped with 0 of 2 cells ended" in said
+    saved = list(folder.glob("cells/*/*/*/checkpoints/step-*"))
+    assert saved
+    assert rows(folder) == []
+    reached = max(int(path.name.removeprefix("step-")) for path in saved)
+
+    process = _start(broken, tmp_path / "broken.yaml")
+    _wait_for_steps(folder, reached + 50)
+    process.kill()
+    process.communicate(timeout=30)
+    for cell in folder.glob("cells/*/*/*"):  # a worker that lost its parent saves and leaves
+        with FileLock(cell / ".lock", timeout=30):
+            assert json.loads((cell / "summary.json").read_text())["finished"] is False
+
+    run(broken, progress=False)
+    run(whole, progress=False)
+    for ours, theirs in zip(rows(folder), rows(tmp_path / "whole"), strict=True):
+        for column in ("arm", "fate", "val_loss", "train_loss", "steps", "grad_norm_max"):
+            assert ours[column] == theirs[column]
+
+
+def test_cells_of_another_config_are_refused_before_any_work(ablation: Any, tmp_path: Path) -> None:
+    cell = tmp_path / "out/cells/ln/lr-0.001/seed-0"
+    cell.mkdir(parents=True)
+    from_before = ablation().base | {"train": {"steps": 9}, "name": "x", "out_dir": "elsewhere"}
+    (cell / "config.yaml").write_text(json.dumps(from_before))
+    with pytest.raises(ConfigError) as caught:
+        run(ablation())
+    assert "set another out_dir" in str(caught.value)
+    assert f"{cell} has model.norm.kind = 'rmsnorm', not 'layernorm'" in str(caught.value)
+    assert not (tmp_path / "out/ablation.yaml").exists()
+
+
+def test_a_folder_serves_one_ablation_at_a_time(ablation: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with (
+        FileLock(tmp_path / "out/.lock"),
+        pytest.raises(RunFolderError, match="another ablation is running"),
+    ):
+        run(ablation())
+
+
+def test_a_dry_run_counts_the_tokens_times_real_steps_and_leaves_nothing(
+    ablation: Any, tmp_path: Path
+) -> None:
+    text = dry_run(ablation(overrides={"train.steps": 100}))
+    assert "cells/rms/lr-0.001/seed-0: 3,200 tokens" in text
+    assert "2 of 2 cells to run, 6,400 tokens" in text
+    assert "about " in text
+    assert "workers: 2, threads of each: 1" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_pool_leaves_no_process_when_its_body_fails(ablation: Any, tmp_path: Path) -> None:
+    grid = cells(ablation(overrides={"train.steps": 100_000}))
+    pool = Pool(grid, 2, 1)
+    with suppress(ZeroDivisionError), pool:
+        _wait_for_steps(tmp_path / "out", 2)
+        raise ZeroDivisionError
+    assert not pool.busy
+    ends = []
+    while not pool.events.empty():
+        ends.append(pool.events.get())
+    assert {e.outcome for e in ends if isinstance(e, Ended)} == {"interrupted"}
+
+
+def test_running_needs_no_report_extra() -> None:
+    code = (
+        "import sys, minillama.ablation.runner; "
+        "print(sorted({'scipy', 'plotly', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
