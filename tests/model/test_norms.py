@@ -21,6 +21,7 @@ EVERY_NORM = [
     ("rmsnorm", {"unit_offset": True}),
     ("rmsnorm", {"partial": 0.5}),
     ("rmsnorm", {"partial": 0.5, "unit_offset": True}),
+    ("rmsnorm", {"bias": True}),
     ("layernorm", {}),
     ("layernorm", {"bias": False}),
     ("layernorm", {"affine": False}),
@@ -47,7 +48,8 @@ def by_hand(kind, options, norm, x, eps=1e-6):
         y = x / torch.sqrt((share * share).mean(-1, keepdim=True) + eps)
         if "weight" not in p:
             return y
-        return y * (1 + p["weight"]) if options.get("unit_offset") else y * p["weight"]
+        y = y * (1 + p["weight"]) if options.get("unit_offset") else y * p["weight"]
+        return y + p.get("bias", 0.0)
     if kind == "layernorm":
         centred = x - x.mean(-1, keepdim=True)
         y = centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + eps)
@@ -332,6 +334,8 @@ def test_a_constructor_draws_nothing_from_the_random_generator(kind, options):
         ("rmsnorm", {}, {"weight": torch.ones(3)}),
         ("rmsnorm", {"affine": False}, {}),
         ("rmsnorm", {"unit_offset": True}, {"weight": torch.zeros(3)}),
+        ("rmsnorm", {"bias": True}, {"weight": torch.ones(3), "bias": torch.zeros(3)}),
+        ("rmsnorm", {"affine": False, "bias": True}, {}),
         ("layernorm", {}, {"weight": torch.ones(3), "bias": torch.zeros(3)}),
         ("layernorm", {"bias": False}, {"weight": torch.ones(3)}),
         ("layernorm", {"affine": False}, {}),
@@ -384,6 +388,7 @@ def test_none_is_the_input_itself():
             "RMSNorm(8, eps=1e-06, unit_offset=True, measured=2)",
         ),
         (RMSNorm(8, affine=False), "RMSNorm(8, eps=1e-06, affine=False)"),
+        (RMSNorm(8, bias=True), "RMSNorm(8, eps=1e-06, bias=True)"),
         (LayerNorm(8, bias=False), "LayerNorm(8, eps=1e-06, affine=True, bias=False)"),
     ],
 )

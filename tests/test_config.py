@@ -1,0 +1,428 @@
+"""The fields of a config: what is refused, what follows.  Any config: test_config_fuzz.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from pydantic import BaseModel, ValidationError
+
+from minillama.config import (
+    DEFAULT_BPE_VOCAB_SIZE,
+    OWNED_BY_KIND,
+    ModelConfig,
+    RunConfig,
+    json_schema,
+    load_config,
+    resolve,
+    to_yaml,
+)
+from minillama.errors import ConfigError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text="", *overrides):
+        path = tmp_path / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_config(path, overrides)
+
+    return load
+
+
+@pytest.fixture
+def faults(load):
+    def faults(text="", *overrides):
+        with pytest.raises(ConfigError) as error:
+            load(text, *overrides)
+        assert error.value.exit_status == 2
+        return [str(fault) for fault in error.value.faults]
+
+    return faults
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("model.dim=130", "model.dim = 130: is not divisible by n_heads = 4; change one"),
+        ("model.dim=12", "model.head_dim = 3: must be even, since RoPE turns pairs of features"),
+        ("model.head_dim=7", "model.head_dim = 7: must be even"),
+        ("model.n_kv_heads=3", "model.n_heads = 4: is not divisible by n_kv_heads = 3"),
+        ("data.seq_len=257", "data.seq_len = 257: is above model.max_seq_len = 256"),
+        (
+            "optim.warmup_steps=1001",
+            "optim.warmup_steps = 1001: the warm-up is longer than the run",
+        ),
+        ("train.micro_batch_size=5", "does not divide train.batch_size = 16"),
+        ("optim.lr=-1e-3", "optim.lr = -0.001: should be greater than 0"),
+        ("optim.lr=0", "optim.lr = 0: should be greater than 0"),
+        ("optim.lr=.nan", "optim.lr = nan"),
+        ("optim.lr=.inf", "optim.lr = inf: should be a finite number"),
+        ("optim.lr=fast", "optim.lr = 'fast': should be a valid number"),
+        ("optim.min_lr_ratio=1.1", "optim.min_lr_ratio = 1.1: should be less than or equal to 1"),
+        ("optim.betas=[0.9, 1.0]", "optim.betas.1 = 1.0: should be less than 1"),
+        ("optim.betas=[0.9]", "optim.betas.1 = None: is required"),
+        ("optim.weight_decay=-0.1", "optim.weight_decay = -0.1"),
+        ("optim.grad_clip=-1", "optim.grad_clip = -1"),
+        ("optim.z_loss=-1", "optim.z_loss = -1"),
+        ("optim.eps=0", "optim.eps = 0: should be greater than 0"),
+        ("optim.schedule=cosin", "unknown choice 'cosin'; did you mean 'cosine'? valid: constant"),
+        ("model.norm.kind=rmsnrom", "did you mean 'rmsnorm'? valid: derf, dyt, l2norm, layernorm"),
+        ("model.norm.placement=prenorm", "unknown norm placement 'prenorm'; did you mean"),
+        ("model.norm.eps=-1", "model.norm.eps = -1: should be greater than or equal to 0"),
+        ("model.norm.qk_norm=heads", "unknown choice 'heads'; did you mean 'head'?"),
+        ("model.norm.options.beta=true", "model.norm.options.beta = True: no such field"),
+        (
+            "model.norm.options.partial=0",
+            "model.norm.options.partial = 0: should be greater than 0",
+        ),
+        ("model.norm.options.partial=1.5", "should be less than or equal to 1"),
+        ("model.n_layers=0", "model.n_layers = 0: should be greater than 0"),
+        ("model.n_layers=2.5", "model.n_layers = 2.5: should be a valid integer"),
+        ("model.n_layers=true", "model.n_layers = True: must be a number"),
+        ("model.rope_theta=0", "model.rope_theta = 0"),
+        ("model.rope_scaling={kind: yarn}", "unknown kind 'yarn'; valid: linear, llama3"),
+        ("model.rope_scaling={kind: linear}", "model.rope_scaling.factor = None: is required"),
+        ("model.rope_scaling={kind: linear, factor: 0.5}", "factor = 0.5: should be greater than"),
+        (
+            "model.rope_scaling={kind: llama3, low_freq_factor: 4}",
+            "model.rope_scaling.high_freq_factor = 4.0: must exceed low_freq_factor",
+        ),
+        ("model.vocab_size=100", "model.vocab_size = 100: is smaller than the tokenizer's 512"),
+        ("tokenizer.vocab_size=100", "tokenizer.vocab_size = 100: must be at least 270"),
+        ("tokenizer={kind: byte, vocab_size: 512}", "a byte tokenizer always has 259 ids"),
+        ("tokenizer={kind: byte, path: a.model}", "a byte tokenizer has no file"),
+        ("tokenizer.path=nowhere.model", "tokenizer.path = 'nowhere.model': no such file"),
+        ("data.source.kind=file", "unknown kind 'file'; did you mean 'files'?"),
+        ("data.source.kind=files", "data.source.files = None: is required"),
+        ("data.source={kind: files, files: []}", "at least 1 item"),
+        ("data.source={kind: hub}", "data.source.path = None: is required"),
+        ("data.source={path: x}", "needs a `kind`"),
+        ("data.val_fraction=1", "data.val_fraction = 1: should be less than 1"),
+        ("data.val_fraction=0", "data.val_fraction = 0: should be greater than 0"),
+        ("train.steps=0", "train.steps = 0: should be greater than 0"),
+        ("train.batch_size=-2", "train.batch_size = -2"),
+        ("train.seed=-1", "train.seed = -1: should be greater than or equal to 0"),
+        ("train.seed=9223372036854775808", "should be less than"),
+        ("train.device=gpu", "train.device = 'gpu': does not match ^(auto|cpu|mps|cuda"),
+        ("train.dtype=float16", "unknown choice 'float16'; did you mean"),
+        ("train.compile=maybe", "train.compile = 'maybe': should be a valid boolean"),
+        ("train.keep_last=0", "train.keep_last = 0"),
+        ("loggers=[tensorbord]", "loggers.0 = 'tensorbord': unknown choice"),
+        ("loggers=tensorboard", "loggers = 'tensorboard': should be a valid list"),
+        ("name=a/b", "name = 'a/b': does not match"),
+        ("name=..", "name = '..': does not match"),
+        ("name=1e3", "name = 1000.0: should be a valid string"),
+        ("seed=1", "no such field; did you mean train.seed?"),
+        ("lr=1", "no such field; did you mean optim.lr?"),
+        ("modle.dim=1", "no such field; did you mean model? valid here: data, loggers, model"),
+        ("model.norm=layernorm", "model.norm = 'layernorm': must be a mapping of fields"),
+        ("optim.learning_rate=1", "optim.learning_rate = 1: no such field"),
+    ],
+)
+def test_a_wrong_entry_is_refused_with_its_path_value_and_rule(faults, override, fault):
+    found = faults("", override)
+    assert len(found) == 1
+    assert fault in found[0]
+
+
+def test_hybrid_placement_refuses_another_norm_of_queries_and_keys(faults):
+    found = faults("", "model.norm.placement=hybrid", "model.norm.qk_norm=head")
+    assert found == [
+        "model.norm.qk_norm = 'head': the hybrid placement norms q, k and v itself; "
+        "leave this at none"
+    ]
+
+
+def test_all_faults_of_all_layers_are_reported_at_once(faults, load, tmp_path):
+    text = """
+model: {dim: 126, n_kv_heads: 3, norm: {kind: rmsnrom, eps: -1}}
+data: {seq_len: 1000, source: {kind: files}}
+optim: {lr: -1, warmup_steps: 99999, lrr: 3}
+train: {micro_batch_size: 5}
+"""
+    found = faults(text, "tokenizer.vocab_size=20")
+    assert {fault.split(" = ")[0] for fault in found} == {
+        "model.dim",
+        "model.n_heads",
+        "model.norm.kind",
+        "model.norm.eps",
+        "data.seq_len",
+        "data.source.files",
+        "optim.lr",
+        "optim.warmup_steps",
+        "optim.lrr",
+        "train.micro_batch_size",
+        "tokenizer.vocab_size",
+    }
+    with pytest.raises(ConfigError) as error:
+        load(text, "tokenizer.vocab_size=20")
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"{tmp_path / 'config.yaml'}: {len(found)} faults"
+    assert lines[1:] == [f"  {fault}" for fault in found]
+
+
+def test_a_bad_kind_brings_no_complaint_about_the_options_of_the_default_kind(faults):
+    assert len(faults("model: {norm: {kind: layernrm, options: {bias: false}}}")) == 1
+    assert len(faults("tokenizer: {kind: bytes, vocab_size: 259}")) == 1
+
+
+def test_unknown_names_are_refused_at_every_level(faults):
+    text = "data: {source: {kind: hub, path: x}}"
+    sections = ["", "model.", "model.norm.", "tokenizer.", "data.", "data.source.", "optim."]
+    for section in [*sections, "train.", "model.norm.options."]:
+        found = faults(text, f"{section}xyzzy=1")
+        assert found[0].startswith(f"{section}xyzzy = 1: no such field")
+    assert (
+        "no such field" in faults("model: {rope_scaling: {kind: linear, factor: 2, xyzzy: 1}}")[0]
+    )
+
+
+def test_faults_in_python_are_value_errors_that_name_the_rule():
+    with pytest.raises(ValueError, match=r"dim = 10: is not divisible by n_heads = 4"):
+        ModelConfig(dim=10)
+
+
+# ---------------------------------------------------------------- defaults, freezing, overrides
+
+
+def test_an_empty_file_is_the_default_run(load):
+    assert load() == resolve(RunConfig())
+    assert load().data.source.kind == "pydocs"
+
+
+def test_numbers_are_read_as_people_write_them(load):
+    config = load("optim: {lr: 3e-4}\ntrain: {steps: 1e4, batch_size: 1_000}", "optim.eps=1E-6")
+    assert (config.optim.lr, config.optim.eps) == (3e-4, 1e-6)
+    assert (config.train.steps, config.train.batch_size) == (10_000, 1000)
+
+
+def test_every_section_is_frozen(load):
+    config = load("model: {rope_scaling: {kind: linear, factor: 2}}")
+    sections = [config, config.model, config.model.norm, config.model.rope_scaling, config.data]
+    sections += [config.data.source, config.optim, config.train, config.tokenizer]
+    for section in sections:
+        for name in type(section).model_fields:
+            with pytest.raises(ValidationError, match="frozen"):
+                setattr(section, name, getattr(section, name))
+
+
+def test_overrides_set_fields_lists_and_mappings(load):
+    config = load(
+        "optim: {lr: 1e-3}\ndata: {source: {kind: pydocs}}",
+        "optim.lr=2e-3",
+        "optim.betas=[0.8, 0.9]",
+        "data.source={kind: files, files: [a.txt, b.txt], format: text}",
+        "model.norm={kind: layernorm, options: {bias: false}}",
+        "loggers=[tensorboard]",
+        "train.sample_prompt=",
+    )
+    assert config.optim.lr == 2e-3
+    assert config.optim.betas == (0.8, 0.9)
+    assert config.data.source.files == ["a.txt", "b.txt"]
+    assert config.model.norm.options == {"affine": True, "bias": False}
+    assert config.loggers == ["tensorboard"]
+    assert config.train.sample_prompt is None
+
+
+def test_one_file_needs_no_list(load):
+    assert load("", "data.source={kind: files, files: a.txt}").data.source.files == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "section", "expected"),
+    [
+        (
+            "data: {source: {kind: hub, path: a/b, streaming: true}}",
+            ["data.source.kind=files", "data.source.files=[x]"],
+            lambda c: c.data.source.files,
+            ["x"],
+        ),
+        (
+            "data: {source: {kind: hub, path: a/b}}",
+            ["data.source.files=[x]", "data.source.kind=files"],  # the order does not matter
+            lambda c: c.data.source.files,
+            ["x"],
+        ),
+        (
+            "model: {norm: {kind: rmsnorm, eps: 1e-3, options: {partial: 0.5}}}",
+            ["model.norm.kind=layernorm"],
+            lambda c: (c.model.norm.options, c.model.norm.eps),
+            ({"affine": True, "bias": True}, 1e-3),
+        ),
+        (
+            "model: {norm: {options: {partial: 0.5}}}",
+            ["model.norm.kind=layernorm"],
+            lambda c: c.model.norm.options,
+            {"affine": True, "bias": True},
+        ),
+        (
+            "model: {norm: {options: {partial: 0.5}}}",
+            ["model.norm.kind=rmsnorm"],
+            lambda c: c.model.norm.options["partial"],
+            0.5,
+        ),
+        (
+            "tokenizer: {vocab_size: 700}",
+            ["tokenizer.kind=byte"],
+            lambda c: c.tokenizer.vocab_size,
+            259,
+        ),
+        (
+            "model: {rope_scaling: {kind: llama3, original_max_seq_len: 64}}",
+            ["model.rope_scaling.kind=linear", "model.rope_scaling.factor=2"],
+            lambda c: c.model.rope_scaling.factor,
+            2.0,
+        ),
+    ],
+)
+def test_another_kind_drops_the_settings_of_the_kind_before(
+    load, text, overrides, section, expected
+):
+    assert section(load(text, *overrides)) == expected
+
+
+def test_the_default_kinds_named_for_overrides_are_the_defaults():
+    config = RunConfig().model_dump()
+    for path, owned in OWNED_BY_KIND.items():
+        section = config
+        for name in path.split("."):
+            section = section[name]
+        assert owned.default_kind == (section and section["kind"]), path
+        assert not owned.fields or set(owned.fields) < set(section), path
+
+
+# ---------------------------------------------------------------- resolve
+
+
+def test_resolving_fills_in_what_follows_from_other_fields(load):
+    config = load("name: mine\nmodel: {dim: 96, n_heads: 6}\ntrain: {batch_size: 12}")
+    model = config.model
+    assert (model.vocab_size, model.n_kv_heads) == (DEFAULT_BPE_VOCAB_SIZE, 6)
+    assert (model.head_dim, model.ffn_dim) == (16, 256)
+    assert config.tokenizer.vocab_size == DEFAULT_BPE_VOCAB_SIZE
+    assert config.out_dir == "runs/mine"
+    assert config.train.micro_batch_size == 12
+    assert load("out_dir: here").out_dir == "here"
+    assert load("tokenizer: {kind: byte}").model.vocab_size == 259
+    assert load("tokenizer: {vocab_size: 700}").model.vocab_size == 700
+    assert load("model: {vocab_size: 1000}").model.vocab_size == 1000
+
+
+def test_null_means_derived(load):
+    assert load("model: {head_dim: null, ffn_dim: ~, n_kv_heads: , vocab_size: null}") == load()
+
+
+def test_resolving_twice_changes_nothing(load):
+    for text in ("", "tokenizer: {kind: byte}", "model: {head_dim: 6, ffn_dim: 7, dim: 13}"):
+        config = load(text)
+        assert resolve(config) == config
+        assert config.model.resolve() == config.model
+        assert config.model.resolve(99999) == config.model
+
+
+def test_resolving_needs_no_vocabulary_for_a_single_block():
+    assert ModelConfig().resolve().vocab_size is None
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "mine.model"
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["the cat sat on the mat"] * 20),
+            model_writer=file,
+            vocab_size=280,
+            byte_fallback=True,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    return path
+
+
+def test_a_sentencepiece_model_says_its_own_size(load, faults, sentencepiece_model, monkeypatch):
+    size = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model)).vocab_size()
+    monkeypatch.chdir(sentencepiece_model.parent)
+    config = load("tokenizer: {path: mine.model}")
+    assert config.tokenizer.vocab_size == config.model.vocab_size == size
+    assert config.tokenizer.path == str(sentencepiece_model)  # so that any folder can be current
+    assert resolve(config) == config
+    assert load(f"tokenizer: {{path: mine.model, vocab_size: {size}}}") == config
+    found = faults("tokenizer: {path: mine.model, vocab_size: 300}")
+    assert found == [
+        f"tokenizer.vocab_size = 300: the model at tokenizer.path has {size} ids; leave this out"
+    ]
+
+
+def test_a_file_that_is_no_sentencepiece_model_is_refused(faults, tmp_path):
+    for content in (b"", b"hello", b"\0" * 99):
+        (tmp_path / "wrong.model").write_bytes(content)
+        found = faults(f"tokenizer: {{path: '{(tmp_path / 'wrong.model').as_posix()}'}}")
+        assert "is not a sentencepiece model file" in found[0]
+    assert "no such file" in faults(f"tokenizer: {{path: '{tmp_path.as_posix()}'}}")[0]
+
+
+def test_plugin_files_are_kept_by_their_whole_path(load, tmp_path, monkeypatch):
+    (tmp_path / "nothing.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    config = load("plugins: [nothing.py, json]")
+    assert config.plugins == [str(tmp_path / "nothing.py"), "json"]
+    assert resolve(config) == config
+
+
+def test_a_missing_plugin_is_refused(load):
+    with pytest.raises(ConfigError, match=r"plugins\.0 = 'nowhere\.py'.*no such file"):
+        load("plugins: [nowhere.py]")
+
+
+@pytest.mark.parametrize("value", ["mine.py", "[3]", "{a: 1}"])
+def test_plugins_that_are_no_list_of_words_are_refused(faults, value):
+    assert faults(f"plugins: {value}")[0].startswith("plugins")
+
+
+# ---------------------------------------------------------------- YAML and schema
+
+
+def test_a_run_folder_stands_for_its_config(load, tmp_path):
+    config = load("name: '1e3'\ntrain: {sample_prompt: 'no'}\nmodel: {norm: {kind: dyt}}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(tmp_path / "run") == config
+
+
+def test_the_schema_is_json_and_lists_every_field():
+    schema = json.loads(json_schema())
+
+    def properties(model):
+        name = model.__name__
+        return (schema if model is RunConfig else schema["$defs"][name])["properties"]
+
+    def walk(model):
+        assert properties(model).keys() == model.model_fields.keys()
+        for field in model.model_fields.values():
+            for part in _models_in(field.annotation):
+                walk(part)
+
+    walk(RunConfig)
+    assert {"LinearRopeScaling", "HubSource", "FilesSource", "NormConfig"} <= schema["$defs"].keys()
+    assert schema["additionalProperties"] is False
+
+
+def _models_in(annotation):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in getattr(annotation, "__args__", ()):
+        yield from _models_in(part)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_config_that_ships_loads_and_says_what_it_takes_and_shows(path):
+    assert load_config(path).name == path.stem
+    comment = path.read_text(encoding="utf-8").split("\n\n")[0]
+    assert "# Takes: " in comment
+    assert "# Shows: " in comment
