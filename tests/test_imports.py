@@ -1,0 +1,183 @@
+"""Imports point downwards, and stand at the top of a file: read from the source, nothing is run."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minillama
+
+PACKAGE = Path(minillama.__file__).parent
+
+LAYERS = [
+    ("errors",),
+    ("registry", "cache"),
+    ("reading", "plugins"),
+    ("config",),
+    ("model", "data"),
+    ("evaluate", "generate"),
+    ("training",),
+    ("interop",),
+    ("ablation", "bench"),
+    ("commands",),
+    ("cli",),
+    ("__main__",),
+]
+"""From the ground up.  A part may import from itself and from lower layers, not from beside it."""
+
+RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+IMPORTS_IN_FUNCTIONS = {"cli.py"}
+UNKNOWN_TO_THE_MODEL = {"RunConfig", "TrainConfig", "OptimConfig", "DataConfig", "TokenizerConfig"}
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def imports_in(tree, *, in_function=False):
+    """Yield (import, whether it stands in a function), those for type checkers aside."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, in_function
+        elif is_type_checking(node):
+            for other in node.orelse:
+                yield from imports_in(ast.Module([other], []), in_function=in_function)
+        else:
+            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from imports_in(node, in_function=in_function or function)
+
+
+def targets(node):
+    """Yield the parts of the package that an import statement leads to, '' for the package."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif node.module == "minillama":
+        names = [f"minillama.{alias.name}" for alias in node.names]
+    else:
+        names = [node.module or ""]
+    for name in names:
+        top, _, rest = name.partition(".")
+        if top == "minillama":
+            part = rest.split(".")[0]
+            yield part if part in RANK else ""
+
+
+def faults_of(package):
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package)
+        if place == Path("__init__.py"):
+            part = ""
+        else:
+            part = place.parts[0].removesuffix(".py")
+            if part not in RANK:
+                yield f"{place}: stands in no layer"
+                continue
+        for node, in_function in imports_in(ast.parse(path.read_text(encoding="utf-8"))):
+            where = f"{place}:{node.lineno}"
+            if in_function and str(place) not in IMPORTS_IN_FUNCTIONS:
+                yield f"{where}: imports in a function"
+            if isinstance(node, ast.ImportFrom) and node.level:
+                yield f"{where}: imports relatively"
+                continue
+            for target in targets(node):
+                if not part and target:
+                    yield f"{where}: the package itself imports {target}"
+                elif target not in ("", part) and RANK[target] >= RANK[part]:
+                    yield f"{where}: {part} imports {target}"
+            names = {alias.name for alias in node.names}
+            if part == "model" and names & UNKNOWN_TO_THE_MODEL:
+                yield f"{where}: the model knows {names & UNKNOWN_TO_THE_MODEL}"
+
+
+def test_imports_point_downwards_and_stand_at_the_top():
+    assert list(faults_of(PACKAGE)) == []
+
+
+def test_the_walk_sees_the_package():
+    files = list(PACKAGE.rglob("*.py"))
+    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in files}
+    assert {"config", "model", "data", "training", "cli"} <= parts
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+    found = {target for tree in trees for node, _ in imports_in(tree) for target in targets(node)}
+    assert {"errors", "config", "model", "data", "training"} <= found
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "fault"),
+    [
+        ("config.py", "from minillama.model.norms import RMSNorm", "config imports model"),
+        ("config.py", "import minillama.training.trainer", "config imports training"),
+        ("config.py", "from minillama import generate", "config imports generate"),
+        ("model/x.py", "from minillama.data import batches", "model imports data"),
+        ("model/x.py", "from minillama.evaluate import evaluate", "model imports evaluate"),
+        ("model/x.py", "from minillama.config import ModelConfig, RunConfig", "the model knows"),
+        ("data/x.py", "from minillama.model.norms import RMSNorm", "data imports model"),
+        ("errors.py", "from minillama.registry import nearest", "errors imports registry"),
+        ("training/x.py", "if True:\n    from minillama.ablation import grid", "imports ablation"),
+        ("training/x.py", "from ..ablation import grid", "imports relatively"),
+        ("training/x.py", "def f():\n    import os", "x.py:2: imports in a function"),
+        (
+            "training/x.py",
+            "class A:\n    async def f(self):\n        if self:\n            import os",
+            "x.py:4: imports in a function",
+        ),
+        ("training/cli.py", "def f():\n    import os", "imports in a function"),
+        (
+            "config.py",
+            "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n    pass\nelse:\n    from minillama.model import norms",
+            "config imports model",
+        ),
+        ("__init__.py", "from minillama.config import RunConfig", "the package itself imports"),
+        ("utils.py", "", "utils.py: stands in no layer"),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path, file, source, fault):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    found = list(faults_of(tmp_path))
+    assert len(found) == 1
+    assert fault in found[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("cli.py", "def f():\n    from minillama.training.trainer import train"),
+        ("training/x.py", "from minillama import __version__, config\nimport minillama"),
+        ("training/x.py", "from minillama.training.y import z\nfrom torch import nn"),
+        (
+            "config.py",
+            "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n    from minillama.model.norms import RMSNorm",
+        ),
+        ("__init__.py", "import typing\nif typing.TYPE_CHECKING:\n    import minillama.config"),
+    ],
+)
+def test_what_is_allowed_is_no_fault(tmp_path, file, source):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    assert list(faults_of(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("minillama", {"torch", "pydantic", "transformers"}),
+        ("minillama.config", {"torch", "transformers", "datasets", "numpy"}),
+        ("minillama.cli", {"torch", "transformers", "datasets", "matplotlib"}),
+        ("minillama.training.trainer", {"transformers", "matplotlib", "plotly", "tensorboard"}),
+        # A report reads the files of finished runs, and needs no model for it.
+        ("minillama.ablation.report", {"torch", "transformers", "minillama.model.transformer"}),
+    ],
+)
+def test_what_a_module_does_not_load(module, absent):
+    code = f"import sys, {module}; print(*sorted({absent!r} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == []
