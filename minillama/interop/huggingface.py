@@ -1,0 +1,167 @@
+"""To and from the folders of Hugging Face's transformers.
+
+    checkpoint ─export─▶ config.json  model.safetensors  tokenizer.json  tokenizer_config.json
+                         tokenizer.model  generation_config.json  README.md  ─import─▶ checkpoint
+
+No weight is computed with: names change, and the dtype if one asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from minillama.errors import CheckpointError, ConfigError, TokenizerError
+from minillama.interop import hf_config
+from minillama.interop.architectures import architecture_of, weight_names
+from minillama.interop.arrivals import claim, save_imported
+from minillama.interop.hf_tokenizer import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    byte_json,
+    byte_pieces,
+    exportable_pieces,
+    is_byte_json,
+    sentencepiece_json,
+    sentencepiece_of,
+    tokenizer_config,
+)
+from minillama.interop.hf_weights import WEIGHTS, read_json, read_model
+from minillama.interop.model_card import model_card
+from minillama.training.checkpoint import load_checkpoint, resolve_checkpoint
+from minillama.training.durable import new_folder, writing
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_SENTENCEPIECE = "tokenizer.model"
+
+
+# ----------------------------------------------------------------------------------------- export
+
+
+def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) -> str:
+    """Write a checkpoint as a folder that transformers opens; return what to tell the user.
+
+    Args:
+        checkpoint: a checkpoint, or a run folder, which stands for its best, else its last.
+        out: the new folder; one that is there must be empty.
+        dtype: of the weights, a key of ``DTYPES``; default float32, in which they are trained.
+
+    Raises:
+        ConfigError: there is no such checkpoint or dtype, ``out`` is not empty, or transformers
+            has no model that computes what this one computes; the message has every reason.
+        CheckpointError: the checkpoint is damaged.
+        RunFolderError: ``out`` cannot be written.
+    """
+    dtype = dtype or "float32"
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype = {dtype!r}: transformers' are {', '.join(DTYPES)}")
+    folder = resolve_checkpoint(checkpoint)
+    model, tokenizer, config = load_checkpoint(folder)
+    row = architecture_of(config.model, "transformers")
+    own = model.state_dict()
+    names = weight_names(row, config.model, "transformers")
+    weights = {theirs: own[ours].to(DTYPES[dtype]) for ours, theirs in names.items()}
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    files: dict[str, Any] = {
+        "config.json": {
+            **hf_config.write(config.model, row),
+            **ids,
+            "pad_token_id": None,
+            "dtype": dtype,
+        },
+        "generation_config.json": {**ids, "pad_token_id": tokenizer.unk_id},
+        **_tokenizer_files(tokenizer, folder, config.model.max_seq_len),
+    }
+    claim(Path(out))
+    with writing(Path(out)), new_folder(Path(out)) as new:
+        for name, content in files.items():
+            (new / name).write_text(
+                json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+        if (folder / _SENTENCEPIECE).is_file():
+            tokenizer.save(new / _SENTENCEPIECE)
+        (new / "README.md").write_text(model_card(folder, config, row, dtype), encoding="utf-8")
+        save_file(weights, new / WEIGHTS, {"format": "pt"})
+    n_parameters = sum(weight.numel() for weight in weights.values())
+    return (
+        f"{out}: {row.model_class}, {n_parameters:,} parameters in {dtype}; "
+        f"open it by transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})"
+    )
+
+
+def _tokenizer_files(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> dict[str, Any]:
+    if isinstance(tokenizer, ByteTokenizer):
+        content, texts, prefix = byte_json(), byte_pieces(), False
+    else:
+        model = exportable_pieces(folder / _SENTENCEPIECE)
+        content = sentencepiece_json(model, tokenizer.bos_id)
+        texts, prefix = [piece.text for piece in model.pieces], model.add_dummy_prefix
+    settings = tokenizer_config(tokenizer, texts, max_seq_len, add_prefix_space=prefix)
+    return {TOKENIZER_JSON: content, TOKENIZER_CONFIG: settings}
+
+
+# ----------------------------------------------------------------------------------------- import
+
+
+def import_model(folder: str | Path, out: str | Path) -> str:
+    """Write a folder of transformers as a checkpoint; return what to tell the user.
+
+    The weights become float32.  The checkpoint can be used wherever one is asked for.
+
+    Args:
+        folder: with config.json, safetensors and the tokenizer's files.
+        out: the new checkpoint; a folder that is there must be empty.
+
+    Raises:
+        ConfigError: there is no such folder, or ``out`` is not empty.
+        CheckpointError: something in the folder is damaged, unknown or not supported; it is named.
+        RunFolderError: ``out`` cannot be written.
+    """
+    folder, out = Path(folder), Path(out)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(_no_folder(folder))
+    shape, row = hf_config.read(read_json(folder / "config.json"), str(folder / "config.json"))
+    tokenizer = _read_tokenizer(folder)
+    model = read_model(folder, shape, row)
+    return save_imported(out, folder.resolve().name, model, tokenizer, row)
+
+
+def _no_folder(folder: Path) -> str:
+    if folder.is_file():
+        return f"{folder} is a file; name the folder with config.json and {WEIGHTS}"
+    if not folder.is_dir():
+        return f"no such folder: {folder}"
+    names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    return f"{folder} has no config.json, so it is no model of transformers; it holds {names}"
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer in ``folder``, as a sentencepiece model or as plain bytes.
+
+    Raises:
+        CheckpointError: it is of another sort, damaged or missing.
+    """
+    reasons = []
+    if (folder / _SENTENCEPIECE).is_file():
+        try:
+            return SentencePieceTokenizer((folder / _SENTENCEPIECE).read_bytes())
+        except TokenizerError as error:
+            reasons.append(f"{_SENTENCEPIECE} cannot be used: {error}")
+    if (folder / TOKENIZER_JSON).is_file():
+        raw = read_json(folder / TOKENIZER_JSON)
+        if is_byte_json(raw):
+            return ByteTokenizer()
+        has_settings = (folder / TOKENIZER_CONFIG).is_file()
+        settings = read_json(folder / TOKENIZER_CONFIG) if has_settings else {}
+        try:
+            return SentencePieceTokenizer(sentencepiece_of(raw, settings))
+        except TokenizerError as error:
+            reasons.append(str(error))
+    why = "; ".join(reasons) or f"there is neither {_SENTENCEPIECE} nor {TOKENIZER_JSON}"
+    raise CheckpointError(f"{folder} has no tokenizer that can be imported: {why}")
