@@ -1,15 +1,6 @@
-"""RMSNorm's kernels."""
+"""RMSNorm's kernels: ``rms_norm`` is the fast one, ``rms_norm_reference`` the one to read."""
 
-from __future__ import annotations
+from minillama.model.kernels.fused import rms_norm
+from minillama.model.kernels.reference import rms_norm_reference
 
-import torch
-from torch import Tensor
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool = True) -> Tensor:
-    """Plain version, until the fused one is here."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if weight is None:
-        return y.to(x.dtype)
-    return y.to(x.dtype) * weight.to(x.dtype) if cast_first else (y * weight).to(x.dtype)
+__all__ = ["rms_norm", "rms_norm_reference"]

@@ -1,0 +1,167 @@
+"""The C kernel: compiled once by the machine's own compiler, kept in the cache folder, loaded.
+
+    rms_norm.c ──cc -march=native──▶ <cache>/kernels/rms_norm-<dtype>-<key>.so ──ctypes──▶ Kernel
+
+The key is a hash of the source, the options and every macro that the compiler predefines, which
+tell its version and the instructions of this machine's processor: a cache may be shared by machines
+that differ.  No header of torch is used, so a new torch needs no new kernel.
+
+Threads are those of the OpenMP runtime that torch itself runs on; where it cannot be found, the
+kernel runs on one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from minillama.cache import cache_folder
+from minillama.model.kernels.reference import wide_dtype
+
+_LOGGER = logging.getLogger("minillama")
+_SOURCE = Path(__file__).with_name("rms_norm.c")
+_MACROS = {
+    torch.float32: "FLOAT32",
+    torch.float64: "FLOAT64",
+    torch.bfloat16: "BFLOAT16",
+    torch.float16: "FLOAT16",
+}
+_OPTIONS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fPIC", "-shared"]
+_TIMEOUT_S = 60
+
+
+class Kernel(NamedTuple):
+    """The C functions for one dtype, the dtype they compute in, and where GOMP_parallel is."""
+
+    forward: Callable[..., None]
+    backward: Callable[..., int]
+    wide: torch.dtype
+    parallel: int | None
+
+
+class _BuildError(Exception):
+    """Why there is no kernel, in words for the user."""
+
+
+@functools.cache
+def load(dtype: torch.dtype) -> Kernel | None:
+    """Return the kernel for ``dtype``, compiled if need be; None if it cannot be had.
+
+    Why not is logged once.  ``MINILLAMA_KERNELS=0`` in the environment forbids compiled kernels.
+    """
+    if os.environ.get("MINILLAMA_KERNELS") == "0" or dtype not in _MACROS:
+        return None
+    try:
+        library = _load_library(_MACROS[dtype])
+    except _BuildError as error:
+        _warn_once(str(error))
+        return None
+    pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    forward, backward = library.rms_norm_forward, library.rms_norm_backward
+    forward.argtypes = [
+        *[pointer] * 4,
+        long,
+        long,
+        ctypes.c_double,
+        integer,
+        integer,
+        pointer,
+    ]
+    forward.restype = None
+    backward.argtypes = [*[pointer] * 6, long, long, integer, pointer]
+    backward.restype = integer
+    return Kernel(forward, backward, wide_dtype(dtype), _openmp_parallel())
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    _LOGGER.warning(
+        "RMSNorm runs as plain PyTorch, which is right but slower: %s; "
+        "MINILLAMA_KERNELS=0 in the environment asks for that and silences this",
+        reason,
+    )
+
+
+def _openmp_parallel() -> int | None:
+    """Find GOMP_parallel among the process's global symbols, where torch puts its OpenMP."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+def _load_library(macro: str) -> ctypes.CDLL:
+    compiler = _find_compiler()
+    target = ["-march=native"]
+    try:
+        predefined = _run([*compiler, *target, "-dM", "-E", "-x", "c", os.devnull])
+    except _BuildError:  # some compilers know no native target
+        target = []
+        predefined = _run([*compiler, "-dM", "-E", "-x", "c", os.devnull])
+    options = [*_OPTIONS, *target, f"-D{macro}"]
+    parts = (_SOURCE.read_bytes(), repr((compiler, options)).encode(), predefined)
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    name = f"{_SOURCE.stem}-{macro.lower()}-{key}.so"
+    command = [*compiler, *options, str(_SOURCE), "-lm", "-o"]
+    try:
+        folder = cache_folder() / "kernels"
+        folder.mkdir(parents=True, exist_ok=True)
+        return _cached(folder / name, command)
+    except (OSError, RuntimeError):  # the folder cannot be written, or there is no home
+        with tempfile.TemporaryDirectory(prefix="minillama-") as temporary:
+            return _cached(Path(temporary) / name, command)
+
+
+def _cached(path: Path, command: Sequence[str]) -> ctypes.CDLL:
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # damaged; the new one takes its place
+            _LOGGER.info("%s cannot be loaded and is compiled anew", path)
+    # Whoever else compiles it now writes the same; each puts its own whole file in place.
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        _run([*command, str(temporary)])
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise _BuildError(f"the compiled kernel cannot be loaded ({error})") from error
+
+
+def _find_compiler() -> list[str]:
+    """Return the compiler's command: ``$CC`` if it is set, else the first that is installed."""
+    own = shlex.split(os.environ.get("CC", ""))
+    for command in [own] if own else [["cc"], ["gcc"], ["clang"]]:
+        if program := shutil.which(command[0]):
+            return [program, *command[1:]]
+    tried = f"CC={own[0]}" if own else "cc, gcc and clang"
+    raise _BuildError(f"no C compiler was found (tried {tried}); install one, for example gcc")
+
+
+def _run(command: Sequence[str]) -> bytes:
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _BuildError(f"the C compiler failed ({error})") from error
+    if done.returncode != 0:
+        complaint = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        raise _BuildError(f"the C compiler failed ({shlex.join(command[:1])}: {complaint[-1]})")
+    return done.stdout

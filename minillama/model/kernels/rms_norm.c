@@ -1,0 +1,186 @@
+/* RMSNorm over contiguous rows, one pass over memory in each direction.
+ *
+ *   forward    r = 1 / sqrt(mean(x^2) + eps),  y = x r * gain
+ *   backward   n = x r,  dx = r (g gain - n mean(g gain n)),  dgain = sum over rows of g n
+ *
+ * `scalar` is what tensors hold and `wide` what is computed in: float for float, bfloat16 and
+ * float16; double for double.  The compiler's command line chooses: -DFLOAT32, -DFLOAT64, -DBFLOAT16
+ * or -DFLOAT16.  No header of Python or torch is needed.
+ *
+ * Rows are cut into chunks by the shape alone and threads take the next chunk when they are free;
+ * each chunk has its own partial sum of dgain, and these are added in order.  So results do not
+ * depend on the number of threads, to the bit.
+ */
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <tgmath.h>
+
+#if defined(BFLOAT16)
+typedef uint16_t scalar;
+typedef float wide;
+static inline wide widen(scalar v) {
+    uint32_t bits = (uint32_t)v << 16;
+    wide w;
+    memcpy(&w, &bits, sizeof w);
+    return w;
+}
+static inline scalar narrow(wide w) { /* to the nearest, ties to even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &w, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return w != w ? 0x7fc0 : (scalar)rounded;
+}
+#else
+#if defined(FLOAT16)
+typedef _Float16 scalar;
+typedef float wide;
+#elif defined(FLOAT32)
+typedef float scalar, wide;
+#elif defined(FLOAT64)
+typedef double scalar, wide;
+#endif
+static inline wide widen(scalar v) { return (wide)v; }
+static inline scalar narrow(wide w) { return (scalar)w; }
+#endif
+
+#define LANES 16        /* partial sums of a row: they fill a vector and keep the order fixed */
+#define MAX_CHUNKS 64   /* bounds the memory of the partial sums of dgain */
+#define CHUNK_SIZE 8192 /* numbers in a chunk, at least: taking one must cost nothing beside it */
+
+/* OpenMP's GOMP_parallel of the runtime that torch runs on: torch's threads are used, no others. */
+typedef void (*parallel_fn)(void (*body)(void *), void *job, unsigned threads, unsigned flags);
+
+typedef struct {
+    const scalar *x, *grad;
+    const wide *gain;
+    scalar *y, *dx;
+    wide *r;        /* 1 / rms of each row; forward: NULL if it need not be kept */
+    wide *partials; /* of dgain, one row for each chunk */
+    long rows, dim, chunk_rows;
+    wide eps;
+    int cast_first;
+    atomic_long next_chunk;
+} job_t;
+
+static inline wide total(wide *lane) {
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int j = 0; j < half; j++) lane[j] += lane[j + half];
+    return lane[0];
+}
+
+static inline void forward_rows(const scalar *restrict x, const wide *restrict gain,
+                                scalar *restrict y, wide *restrict r_kept, long rows, long dim,
+                                wide eps, int cast_first) {
+    for (long row = 0; row < rows; row++, x += dim, y += dim) {
+        wide lane[LANES] = {0};
+        long i = 0;
+        for (; i + LANES <= dim; i += LANES)
+            for (int j = 0; j < LANES; j++) lane[j] += widen(x[i + j]) * widen(x[i + j]);
+        for (int j = 0; i < dim; i++, j++) lane[j] += widen(x[i]) * widen(x[i]);
+        wide mean_square = total(lane) / (wide)dim + eps;
+        wide r = mean_square == 0 ? 0 : 1 / sqrt(mean_square); /* eps = 0: a row of zeros stays */
+        if (r_kept) r_kept[row] = r;
+        for (i = 0; i < dim; i++) {
+            wide n = widen(x[i]) * r;
+            if (cast_first) n = widen(narrow(n));
+            y[i] = narrow(n * gain[i]);
+        }
+    }
+}
+
+static inline void backward_rows(const scalar *restrict g, const scalar *restrict x,
+                                 const wide *restrict gain, const wide *restrict r_kept,
+                                 scalar *restrict dx, wide *restrict dgain, long rows, long dim) {
+    for (long row = 0; row < rows; row++, g += dim, x += dim, dx += dim) {
+        wide r = r_kept[row], lane[LANES] = {0};
+        long i = 0;
+        for (; i + LANES <= dim; i += LANES)
+            for (int j = 0; j < LANES; j++) {
+                wide gx = widen(g[i + j]) * widen(x[i + j]);
+                dgain[i + j] += gx * r;
+                lane[j] += gx * gain[i + j];
+            }
+        for (int j = 0; i < dim; i++, j++) {
+            wide gx = widen(g[i]) * widen(x[i]);
+            dgain[i] += gx * r;
+            lane[j] += gx * gain[i];
+        }
+        wide r_mean = r * total(lane) / (wide)dim * r; /* in this order r * r cannot overflow */
+        for (i = 0; i < dim; i++)
+            dx[i] = narrow(r * (widen(g[i]) * gain[i] - widen(x[i]) * r_mean));
+    }
+}
+
+static long claim(job_t *job, long *first) { /* the next chunk; its number of rows, 0: none */
+    long chunk = atomic_fetch_add(&job->next_chunk, 1);
+    *first = chunk * job->chunk_rows;
+    long left = job->rows - *first;
+    return left < 0 ? 0 : left < job->chunk_rows ? left : job->chunk_rows;
+}
+
+static void forward_chunks(void *argument) {
+    job_t *job = argument;
+    for (long first, rows; (rows = claim(job, &first));) {
+        const scalar *x = job->x + first * job->dim;
+        scalar *y = job->y + first * job->dim;
+        wide *r = job->r ? job->r + first : NULL;
+        if (job->cast_first && sizeof(scalar) < sizeof(wide))
+            forward_rows(x, job->gain, y, r, rows, job->dim, job->eps, 1);
+        else
+            forward_rows(x, job->gain, y, r, rows, job->dim, job->eps, 0);
+    }
+}
+
+static void backward_chunks(void *argument) {
+    job_t *job = argument;
+    const long dim = job->dim;
+    for (long first, rows; (rows = claim(job, &first));) {
+        wide *dgain = job->partials + first / job->chunk_rows * dim;
+        memset(dgain, 0, (size_t)dim * sizeof(wide));
+        backward_rows(job->grad + first * dim, job->x + first * dim, job->gain, job->r + first,
+                      job->dx + first * dim, dgain, rows, dim);
+    }
+}
+
+static void run(void (*chunks)(void *), job_t *job, int threads, parallel_fn parallel) {
+    atomic_init(&job->next_chunk, 0);
+    if (threads > 1 && parallel)
+        parallel(chunks, job, (unsigned)threads, 0);
+    else
+        chunks(job);
+}
+
+static long rows_of_a_chunk(long rows, long dim) {
+    long few_chunks = (rows + MAX_CHUNKS - 1) / MAX_CHUNKS;
+    long big_chunks = (CHUNK_SIZE + dim - 1) / dim;
+    return few_chunks > big_chunks ? few_chunks : big_chunks;
+}
+
+void rms_norm_forward(const scalar *x, const wide *gain, scalar *y, wide *r, long rows, long dim,
+                      double eps, int cast_first, int threads, parallel_fn parallel) {
+    job_t job = {.x = x, .gain = gain, .y = y, .r = r, .rows = rows, .dim = dim,
+                 .eps = (wide)eps, .cast_first = cast_first};
+    job.chunk_rows = rows_of_a_chunk(rows, dim);
+    run(forward_chunks, &job, threads, parallel);
+}
+
+/* Returns 0, or -1 if there is no memory for the partial sums. */
+int rms_norm_backward(const scalar *grad, const scalar *x, const wide *gain, const wide *r,
+                      scalar *dx, wide *dgain, long rows, long dim, int threads,
+                      parallel_fn parallel) {
+    job_t job = {.x = x, .grad = grad, .gain = gain, .r = (wide *)r, .dx = dx, .rows = rows,
+                 .dim = dim};
+    job.chunk_rows = rows_of_a_chunk(rows, dim);
+    long chunks = (rows + job.chunk_rows - 1) / job.chunk_rows;
+    memset(dgain, 0, (size_t)dim * sizeof(wide));
+    if (chunks == 0) return 0;
+    job.partials = malloc((size_t)chunks * (size_t)dim * sizeof(wide));
+    if (!job.partials) return -1;
+    run(backward_chunks, &job, threads, parallel);
+    for (long chunk = 0; chunk < chunks; chunk++)
+        for (long i = 0; i < dim; i++) dgain[i] += job.partials[chunk * dim + i];
+    free(job.partials);
+    return 0;
+}

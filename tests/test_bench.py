@@ -1,0 +1,72 @@
+"""What the benchmarks measure and return; how fast it is, no test can know."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillama import bench
+from minillama.errors import ConfigError, RunFolderError
+
+
+def test_norms_have_a_row_for_each_setting_and_say_what_was_compared() -> None:
+    before = torch.get_num_threads()
+    result = bench.bench_norms(threads=(1, 2), shapes=((8, 4), (8, 16)), rounds=3)
+    assert torch.get_num_threads() == before
+    settings = [(r["threads"], r["rows"], r["dim"], r["direction"]) for r in result["rows"]]
+    assert settings == [
+        (threads, 8, dim, direction)
+        for threads in (1, 2)
+        for dim in (4, 16)
+        for direction in ("forward", "forward+backward")
+    ]
+    for row in result["rows"]:
+        assert set(row["ratio"]) == {"layer_norm", "layer_norm without bias", "torch rms_norm"}
+        for ratio in row["ratio"].values():
+            assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+        tensors = 2 if row["direction"] == "forward" else 5
+        moved = tensors * 4 * row["rows"] * row["dim"]
+        assert row["gb_per_s"] == pytest.approx(moved / row["time_us"]["minillama"] / 1e3)
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_means_are_geometric_over_the_shapes() -> None:
+    rows = [
+        {"threads": 1, "direction": "forward", "ratio": {"a": {"median": ratio}}}
+        for ratio in (0.5, 0.8)
+    ]
+    (mean,) = bench._means(rows)
+    assert mean["geometric_mean"] == pytest.approx(math.sqrt(0.4))
+    assert mean["greatest"] == 0.8
+
+
+def test_contenders_take_turns() -> None:
+    order: list[str] = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = bench.alternate(calls, rounds=4, calls=2)
+    assert "".join(order[9:]) == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"
+    assert {name: len(t) for name, t in times.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_run_prints_a_table_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = bench.bench_norms(threads=(1,), shapes=((8, 4),), rounds=2)
+    monkeypatch.setattr(bench, "bench_norms", lambda threads: tiny | {"asked": threads})
+    table = bench.run("norms", str(tmp_path / "norms.json"), 1)
+    written = json.loads((tmp_path / "norms.json").read_text())
+    assert written == tiny | {"asked": [1]}
+    assert "8×4" in table
+    assert "geometric mean" in table
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        bench.run("norms", str(tmp_path / "no" / "norms.json"))
+
+
+@pytest.mark.parametrize(("what", "threads"), [("norm", None), ("norms", 0)])
+def test_faulty_arguments_are_refused(what: str, threads: int | None) -> None:
+    with pytest.raises(ConfigError):
+        bench.run(what, None, threads)
