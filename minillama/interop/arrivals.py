@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from minillama.config import ModelConfig, RunConfig, resolve
 from minillama.data.tokenizer import ByteTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError
@@ -13,8 +16,8 @@ from minillama.model.transformer import Transformer
 from minillama.training.checkpoint import save_checkpoint
 from minillama.training.durable import writing
 
-_MAX_ROTATIONS = 1 << 28
-"""Most entries of the table of rotations, max_seq_len · head_dim: 1 GiB."""
+_MAX_ROTATIONS = 1 << 26
+"""Most entries of the table of rotations, max_seq_len · head_dim: 256 MiB."""
 _MAX_SIZE = 1 << 24
 
 
@@ -33,13 +36,14 @@ def claim(out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
 
 
-def check_sizes(config: ModelConfig, n_tensors: int, where: Path) -> None:
-    """Refuse a ``config`` (resolved) whose sizes are beyond any model, or beyond the weights.
+def shapes_of(config: ModelConfig, n_tensors: int, where: Path) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every weight of a model of ``config`` (resolved).
 
-    It is checked before anything is built, so that a config that lies costs no memory.
+    It costs no memory, whatever the config says: sizes beyond any model, or beyond what
+    ``n_tensors`` tensors can hold, are refused first.
 
     Raises:
-        CheckpointError: a size is absurd; all of them are named.
+        CheckpointError: a size is absurd; all of them are named, and ``where`` they stand.
     """
     sizes = [*config, *(config.rope_scaling or ())]
     faults = [
@@ -49,14 +53,33 @@ def check_sizes(config: ModelConfig, n_tensors: int, where: Path) -> None:
     ]
     if config.n_layers > n_tensors:
         faults.append(f"{config.n_layers} layers cannot be in {n_tensors} tensors")
-    longest = _MAX_ROTATIONS // config.head_dim
-    if config.max_seq_len > longest:
+    if config.max_seq_len * config.head_dim > _MAX_ROTATIONS:
         faults.append(
             f"a context of {config.max_seq_len} needs too large a table of rotations; lower it to "
-            f"{longest} or less"
+            f"{_MAX_ROTATIONS // config.head_dim} or less"
         )
     if faults:
         raise CheckpointError(f"{where}: {'; '.join(faults)}")
+    with torch.device("meta"):
+        model = Transformer(config.model_copy(update={"max_seq_len": 1}))
+    return {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+
+
+def refuse_misfits(faults: list[str], what: str) -> None:
+    """Raise a CheckpointError on the weights of ``what`` if there are ``faults``."""
+    if faults:
+        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise CheckpointError(
+            f"the weights in {what} do not fit its config: {'; '.join(faults[:8])}{more}"
+        )
+
+
+def build(config: ModelConfig, weights: dict[str, Tensor]) -> Transformer:
+    """Return the model of ``config`` that owns ``weights``, in eval mode."""
+    with torch.device("meta"):  # no second copy of the weights
+        model = Transformer(config)
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
 
 
 def save_imported(

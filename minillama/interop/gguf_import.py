@@ -18,7 +18,7 @@ from minillama.interop.architectures import (
     norm_section,
     weight_names,
 )
-from minillama.interop.arrivals import check_sizes, save_imported
+from minillama.interop.arrivals import build, refuse_misfits, save_imported, shapes_of
 from minillama.interop.gguf import MODEL_KEYS, is_turned, part
 from minillama.interop.gguf_file import GGUFFile, read_header
 from minillama.interop.hf_tokenizer import byte_pieces
@@ -120,10 +120,7 @@ def _is_tied(header: GGUFFile, row: Architecture) -> bool:
 
 
 def _read_model(header: GGUFFile, config: ModelConfig, row: Architecture) -> Transformer:
-    check_sizes(config, len(header.tensors), header.path)
-    with torch.device("meta"):  # no memory for the weights yet
-        model = Transformer(config)
-    own = model.state_dict()
+    shapes = shapes_of(config, len(header.tensors), header.path)
     names = weight_names(row, config, "llama.cpp")
     optional = {"output.weight"} if row.needs_head and config.tie_embeddings else set()
     faults = [f"{theirs} is missing" for theirs in names.values() if theirs not in header.tensors]
@@ -133,21 +130,17 @@ def _read_model(header: GGUFFile, config: ModelConfig, row: Architecture) -> Tra
         if theirs not in {*names.values(), *optional}
     ]
     for ours, theirs in names.items():
-        info, needed = header.tensors.get(theirs), tuple(own[ours].shape)
-        if info is not None and info.shape != needed:
-            faults.append(f"{theirs} is {info.shape}, the metadata say {needed}")
-    if faults:
-        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
-        listed = "; ".join(faults[:8]) + more
-        raise CheckpointError(f"the tensors of {header.path} do not fit its metadata: {listed}")
+        info = header.tensors.get(theirs)
+        if info is not None and info.shape != shapes[ours]:
+            faults.append(f"{theirs} is {info.shape}, the metadata say {shapes[ours]}")
+    refuse_misfits(faults, str(header.path))
     weights = {}
     for ours, theirs in names.items():
         array = header.read(theirs)
         if row.interleaved and is_turned(ours):
             array = part(array, config.head_dim)
         weights[ours] = torch.from_numpy(array.copy())
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+    return build(config, weights)
 
 
 def _read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from minillama.config import ModelConfig
 from minillama.errors import CheckpointError
 from minillama.interop.architectures import Architecture, weight_names
-from minillama.interop.arrivals import check_sizes
+from minillama.interop.arrivals import build, refuse_misfits, shapes_of
 from minillama.model.transformer import Transformer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -72,27 +71,23 @@ def read_model(folder: Path, config: ModelConfig, row: Architecture) -> Transfor
                     where[name] = opened
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file} is damaged: {error}") from None
+        shapes = shapes_of(config, len(where), folder)
+        names = weight_names(row, config, "transformers")
         # A head that is the embedding is saved by some programs a second time.
         again = "lm_head.weight" if config.tie_embeddings and "lm_head.weight" in where else None
-        check_sizes(config, len(where), folder)
-        with torch.device("meta"):  # no memory for the weights yet
-            model = Transformer(config)
-        names = weight_names(row, config, "transformers")
         headers = {name: opened.get_slice(name) for name, opened in where.items()}
-        _compare(folder, headers, names, model, again)
+        refuse_misfits(list(_misfits(headers, names, shapes, again)), str(folder))
         weights = {
             ours: where[theirs].get_tensor(theirs).to(torch.float32)
             for ours, theirs in names.items()
         }
-        if again and not torch.equal(
-            where[again].get_tensor(again).float(), weights["embed.weight"]
-        ):
-            raise CheckpointError(
-                f"{folder}: {again} differs from the embedding, but the config says that they are "
-                "one (tie_word_embeddings)"
-            )
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+        head = where[again].get_tensor(again).to(torch.float32) if again else None
+    if head is not None and not torch.equal(head, weights["embed.weight"]):
+        raise CheckpointError(
+            f"{folder}: {again} differs from the embedding, but the config says that they are one "
+            "(tie_word_embeddings)"
+        )
+    return build(config, weights)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -102,11 +97,12 @@ def _files(folder: Path) -> list[Path]:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise CheckpointError(f"{folder / INDEX} has no weight_map")
-        names = {str(name) for name in weight_map.values()}
-        for name in sorted(names):
-            if Path(name).name != name or not (folder / name).is_file():
-                raise CheckpointError(f"{folder / INDEX} names {name!r}, which is not there")
-        return [folder / name for name in sorted(names)]
+        names = sorted({str(name) for name in weight_map.values()})
+        here = {path.name for path in folder.iterdir()}  # and nowhere else
+        for name in names:
+            if name not in here:
+                raise CheckpointError(f"{folder / INDEX} names {name[:99]!r}, which is not there")
+        return [folder / name for name in names]
     pickles = sorted(
         p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")
     )
@@ -119,33 +115,22 @@ def _files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX}")
 
 
-def _compare(
-    folder: Path,
+def _misfits(
     headers: Mapping[str, Any],
     names: Mapping[str, str],
-    model: Transformer,
+    shapes: Mapping[str, tuple[int, ...]],
     again: str | None,
-) -> None:
-    """Refuse weights that do not fit the model, every one by its name."""
-    own: dict[str, Tensor] = model.state_dict()
+) -> Iterator[str]:
+    """Yield what is wrong with the weights, each by its name."""
     known = {*names.values(), again}
-    faults = [f"{theirs} is missing" for theirs in names.values() if theirs not in headers]
-    faults += [
-        f"{theirs} has no place in {type(model).__name__}"
-        for theirs in headers
-        if theirs not in known and not _BUFFERS.fullmatch(theirs)
-    ]
+    yield from (f"{theirs} is missing" for theirs in names.values() if theirs not in headers)
+    for theirs in headers:
+        if theirs not in known and not _BUFFERS.fullmatch(theirs):
+            yield f"{theirs} has no place in the model"
     for ours, theirs in names.items():
-        header = headers.get(theirs)
-        if header is None:
-            continue
-        shape, needed = tuple(header.get_shape()), tuple(own[ours].shape)
-        if shape != needed:
-            faults.append(f"{theirs} is {shape}, the config says {needed}")
-        if header.get_dtype() not in _DTYPES:
-            faults.append(f"{theirs} is {header.get_dtype()}, not one of {', '.join(_DTYPES)}")
-    if faults:
-        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise CheckpointError(
-            f"the weights in {folder} do not fit its config: {'; '.join(faults[:8])}{more}"
-        )
+        if (header := headers.get(theirs)) is not None:
+            shape = tuple(header.get_shape())
+            if shape != shapes[ours]:
+                yield f"{theirs} is {shape}, the config says {shapes[ours]}"
+            if header.get_dtype() not in _DTYPES:
+                yield f"{theirs} is {header.get_dtype()}, not one of {', '.join(_DTYPES)}"

@@ -151,7 +151,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
     if (folder / _SENTENCEPIECE).is_file():
         try:
             return SentencePieceTokenizer((folder / _SENTENCEPIECE).read_bytes())
-        except TokenizerError as error:
+        except (TokenizerError, UnicodeDecodeError) as error:
             reasons.append(f"{_SENTENCEPIECE} cannot be used: {error}")
     if (folder / TOKENIZER_JSON).is_file():
         raw = read_json(folder / TOKENIZER_JSON)
@@ -161,7 +161,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
         settings = read_json(folder / TOKENIZER_CONFIG) if has_settings else {}
         try:
             return SentencePieceTokenizer(sentencepiece_of(raw, settings))
-        except TokenizerError as error:
+        except (TokenizerError, UnicodeDecodeError) as error:
             reasons.append(str(error))
     why = "; ".join(reasons) or f"there is neither {_SENTENCEPIECE} nor {TOKENIZER_JSON}"
     raise CheckpointError(f"{folder} has no tokenizer that can be imported: {why}")
