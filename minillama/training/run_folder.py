@@ -241,11 +241,10 @@ def check_resumable(saved: RunConfig, config: RunConfig, step: int, where: Path)
     Raises:
         ConfigError: they differ in what decides the run's numbers; lists all such fields.
     """
-    before, now = _flat(saved.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
     faults = [
-        Fault(name, now.get(name), f"the run began with {before.get(name)!r}")
-        for name in sorted(before | now)
-        if name not in MAY_CHANGE and before.get(name) != now.get(name)
+        Fault(name, now, f"the run began with {before!r}")
+        for name, (before, now) in differences(saved, config).items()
+        if name not in MAY_CHANGE
     ]
     if step > config.train.steps:
         rule = f"the run has already made {step} steps"
@@ -253,6 +252,12 @@ def check_resumable(saved: RunConfig, config: RunConfig, step: int, where: Path)
     if faults:
         where = Path(f"{where} cannot be resumed with another config")
         raise ConfigError.of_faults(str(where), faults)
+
+
+def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the dotted names of all fields in which two configs differ, with both values."""
+    a, b = _flat(one.model_dump(mode="json")), _flat(other.model_dump(mode="json"))
+    return {n: (a.get(n), b.get(n)) for n in sorted(a | b) if a.get(n) != b.get(n)}
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

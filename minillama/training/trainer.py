@@ -58,6 +58,8 @@ def train(
 ) -> dict[str, Any]:
     """Train a model as ``config`` says and return the run's summary, as summary.json has it.
 
+    Seeds torch's global generator with ``train.seed``.
+
     Args:
         config: of the run; what is not resolved in it yet will be.
         resume: go on from the newest checkpoint in the run folder; start anew if there is none.
@@ -84,7 +86,7 @@ def train(
         if resume and (summary := folder.finished(config, has_checkpoint=resumed is not None)):
             return summary
         prepared = prepare(config)
-        torch.manual_seed(config.train.seed)  # nothing here draws from it; a user's norm might
+        torch.manual_seed(config.train.seed)  # for a user's own norm; nothing here draws from it
         model = Transformer(config.model, seed=config.train.seed).to(device)
         batches = Batches(
             prepared.train, config.data.seq_len, config.train.batch_size, config.train.seed
@@ -97,6 +99,7 @@ def train(
                 _log.info("%s holds no checkpoint to go on from; starting anew", folder.path)
             with folder.writing():
                 folder.clear()
+        del resumed  # as large as the model and its optimizer, which have copies by now
         return trainer.fit(progress)
 
 

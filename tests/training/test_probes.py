@@ -98,6 +98,13 @@ def test_kurtosis_goes_from_one_to_the_width():
         assert layer["kurtosis"].item() == pytest.approx(expected)
 
 
+def test_a_logit_that_the_mask_hides_is_not_the_largest():
+    k_BHTK = torch.arange(8.0).view(1, 1, 8, 1)
+    q_BHTK = torch.ones(1, 1, 8, 1)
+    q_BHTK[0, 0, 0] = 100  # the first position sees only itself, and there k is 0
+    assert probes._attention_extremes(q_BHTK, k_BHTK)[0].item() == 7
+
+
 def test_attention_is_the_same_in_parts_of_any_size(monkeypatch):
     q, k = torch.randn(2, 2, 4, 8, 4, generator=torch.Generator().manual_seed(0)).unbind()
     whole = probes._attention_extremes(q, k)

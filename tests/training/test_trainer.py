@@ -138,16 +138,21 @@ def test_lines_are_thinned_out_but_the_last_is_there(tiny):
     assert [line["step"] for line in metrics(config, "val_loss")] == [0, 8]
 
 
-def test_the_newest_checkpoints_and_the_best_stay(tiny):
-    config = tiny(
-        **{"train.save_every": 1, "train.eval_every": 5, "train.steps": 12, "optim.lr": 30}
-    )
+def test_the_newest_checkpoints_and_the_best_stay(tiny, monkeypatch):
+    losses = iter([5.5, 3.0, 4.0, 5.0])  # at steps 0, 5, 10, 12
+
+    def measure(model, tokens, **options):
+        return {"loss": next(losses), "perplexity": 1.0, "bits_per_byte": 1.0, "n_tokens": 1}
+
+    monkeypatch.setattr("minillama.training.trainer.evaluate", measure)
+    config = tiny(**{"train.save_every": 1, "train.eval_every": 5, "train.steps": 12})
     summary = run(config)
-    assert summary["best_step"] in (5, 10)  # at such a rate the last is not the best
-    steps = sorted(p.name for p in (Path(config.out_dir) / "checkpoints").glob("step-*"))
-    assert steps == sorted({f"step-{summary['best_step']:06d}", "step-000011", "step-000012"})
-    best = (Path(config.out_dir) / "checkpoints" / "best").resolve().name
-    assert best == f"step-{summary['best_step']:06d}"
+    assert (summary["best_step"], summary["best_val_loss"], summary["val_loss"]) == (5, 3.0, 5.0)
+    checkpoints = Path(config.out_dir) / "checkpoints"
+    left = {path.name for path in checkpoints.iterdir()}
+    assert left == {"step-000005", "step-000011", "step-000012", "best", "last"}
+    assert (checkpoints / "best").readlink().name == "step-000005"
+    assert (checkpoints / "last").readlink().name == "step-000012"
 
 
 # ---------------------------------------------------------------------------------------- the step
@@ -222,9 +227,16 @@ def test_bfloat16_trains_and_keeps_float32_weights(tiny):
 
 
 def test_a_compiled_run_saves_clean_names(tiny, monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    graphs = []
+
+    def backend(graph, inputs):  # inductor without what it takes long for: making the code
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     config = tiny(**{"train.compile": True, "train.probe_every": 2})
     run(config)
+    assert graphs
     model, _, _ = load_checkpoint(config.out_dir)
     assert not any("_orig_mod" in name for name in model.state_dict())
     plain = tiny(out="plain")
@@ -311,6 +323,20 @@ def test_a_killed_run_loses_what_came_after_its_last_checkpoint_and_makes_it_aga
     assert [line["step"] for line in metrics(parts, "loss")] == [1, 2, 3, 4, 5]
     with (Path(parts.out_dir) / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
+    before_step(None, None)
+    assert result_of(parts, run(parts, resume=True)) == expected
+
+
+def test_a_validation_made_after_its_checkpoint_is_not_told_twice(tiny, before_step):
+    whole, parts = (tiny(out=out, **BUSY) for out in ("whole", "parts"))
+    expected = result_of(whole, run(whole))
+    before_step(6, interrupt)  # saves, and leaves step 6's validation to the resume
+    with pytest.raises(InterruptedRunError):
+        run(parts)
+    before_step(7, lambda: 1 / 0)  # after the validation, before the next checkpoint
+    with pytest.raises(ZeroDivisionError):
+        run(parts, resume=True)
+    assert [line["step"] for line in metrics(parts, "val_loss")] == [0, 3, 6]
     before_step(None, None)
     assert result_of(parts, run(parts, resume=True)) == expected
 
