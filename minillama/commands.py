@@ -16,7 +16,7 @@ from minillama.config import NORM_KINDS, FilesSource, RunConfig
 from minillama.data.prepare import prepare
 from minillama.data.sources import open_documents
 from minillama.data.tokenizer import Tokenizer
-from minillama.errors import ConfigError, RunFolderError
+from minillama.errors import ConfigError, DivergedError, RunFolderError
 from minillama.evaluate import evaluate
 from minillama.generate import stream
 from minillama.model.convert import layernorm_to_rmsnorm
@@ -31,6 +31,12 @@ from minillama.training.trainer import train
 def train_run(config: RunConfig, resume: bool, overwrite: bool, *, progress: bool) -> str:
     """Train, and say how it went, where it is and what to do with it."""
     summary = train(config, resume=resume, overwrite=overwrite, progress=progress)
+    if summary["fate"] == "diverged":
+        raise DivergedError(
+            f"training diverged: the final validation loss, {summary['val_loss']:.4f}, is no better "
+            f"than at init, {summary['init_val_loss']:.4f}; try a lower optim.lr (now "
+            f"{config.optim.lr:g}) or a longer optim.warmup_steps. The run is in {config.out_dir}"
+        )
     lines = []
     if summary["sample"]:
         lines += ["", summary["sample"], ""]

@@ -284,6 +284,30 @@ class ModelConfig(Section):
         )
 
 
+def advice(model: ModelConfig) -> list[str]:
+    """Return what is legal in ``model`` and yet makes a comparison unfair; a line each."""
+    norm = model.norm
+    if norm.kind != "dyt":
+        return []
+    options = norm.options
+    attention = options["alpha_attention"]
+    lacks = [
+        wish
+        for wish, granted in (
+            ("model.norm.options.bias=false", not options["bias"]),
+            (
+                "a larger model.norm.options.alpha_attention than alpha",
+                attention is not None and attention > options["alpha"],
+            ),
+            ("model.embed_scale=learned", model.embed_scale == "learned"),
+        )
+        if not granted
+    ]
+    return [
+        "dyt is an unfair baseline for a Llama (section 6 of its paper) without " + ", ".join(lacks)
+    ] * bool(lacks)
+
+
 # --------------------------------------------------------------------------- tokenizer and data
 
 

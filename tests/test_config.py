@@ -12,6 +12,7 @@ from minillama.config import (
     OWNED_BY_KIND,
     ModelConfig,
     RunConfig,
+    advice,
     json_schema,
     load_config,
     resolve,
@@ -426,3 +427,16 @@ def test_every_config_that_ships_loads_and_says_what_it_takes_and_shows(path):
     comment = path.read_text(encoding="utf-8").split("\n\n")[0]
     assert "# Takes: " in comment
     assert "# Shows: " in comment
+
+
+def test_advice_names_each_condition_that_a_fair_dyt_lacks():
+    def lines(**model):
+        return advice(ModelConfig(**model))
+
+    fair = {"alpha": 0.2, "alpha_attention": 0.8, "bias": False}
+    assert lines() == []
+    assert lines(norm={"kind": "dyt", "options": fair}, embed_scale="learned") == []
+    [naive] = lines(norm={"kind": "dyt"})
+    assert all(w in naive for w in ("options.bias=false", "alpha_attention", "embed_scale=learned"))
+    [unscaled] = lines(norm={"kind": "dyt", "options": fair})
+    assert unscaled.endswith("without model.embed_scale=learned")

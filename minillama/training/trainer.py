@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minillama.config import RunConfig, resolve
+from minillama.config import RunConfig, advice, resolve
 from minillama.data.batches import Batches
 from minillama.data.prepare import Prepared, prepare
 from minillama.errors import ConfigError, DivergedError, InterruptedRunError
@@ -77,6 +77,8 @@ def train(
     config = resolve(config)
     device = pick_device(config.train.device)
     check_loggers(config.loggers)
+    for line in advice(config.model):
+        _log.warning("%s: %s", config.name, line)
     assert config.out_dir is not None
     with RunFolder.claim(Path(config.out_dir), resume=resume, overwrite=overwrite) as folder:
         checkpoint = folder.newest() if resume else None
