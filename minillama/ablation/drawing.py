@@ -21,12 +21,18 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "star", "h
 
 @dataclass(frozen=True)
 class ArmStyle:
-    """How an arm looks; no two of the first 40 share both colour and dash."""
+    """How an arm looks; no two of the first 40 share both colour and dash.
+
+    ``width`` of its line and ``size`` of its marks shrink from arm to arm, so that where curves
+    coincide the earlier one still shows beneath the later.
+    """
 
     light: str
     dark: str
     dash: str
     symbol: str
+    width: float
+    size: float
 
 
 def arm_styles(arms: Sequence[str]) -> dict[str, ArmStyle]:
@@ -37,6 +43,8 @@ def arm_styles(arms: Sequence[str]) -> dict[str, ArmStyle]:
             _DARK[i % len(_DARK)],
             _DASHES[i % len(_DASHES)],
             _SYMBOLS[i % len(_SYMBOLS)],
+            width=max(3.2 - 1.2 * i, 1.6),
+            size=max(10.0 - 2.5 * i, 7.0),
         )
         for i, arm in enumerate(arms)
     }

@@ -73,9 +73,9 @@ def _trace(results: Results, arm: str, lr: float | None, **fields: Any) -> Trace
     trace: Trace = {"type": "scatter", "name": html.escape(arm), **fields}
     trace["meta"] = {"arm": index, "rate": None if lr is None else f"{lr:g}"}
     if "lines" in trace["mode"]:
-        trace["line"] = {"dash": style.dash, "width": 2} | trace.get("line", {})
+        trace["line"] = {"dash": style.dash, "width": style.width} | trace.get("line", {})
     if "markers" in trace["mode"]:
-        trace["marker"] = {"symbol": style.symbol, "size": 8} | trace.get("marker", {})
+        trace["marker"] = {"symbol": style.symbol, "size": style.size} | trace.get("marker", {})
     return trace
 
 
@@ -210,53 +210,34 @@ def _best_rates(arms: Sequence[ArmResult]) -> dict[str, float]:
     return {arm.name: arm.best_lr for arm in arms}
 
 
+def _curve(
+    results: Results, run: Run, best: Mapping[str, float], x: Floats, y: Floats, **fields: Any
+) -> Trace:
+    """Return a trace of one run; it knows whether it is at its arm's best rate, if there is one."""
+    digits = fields.pop("digits", 4)
+    trace = _trace(results, run.arm, run.lr, x=numbers(x, 9), y=numbers(y, digits), **fields)
+    trace["meta"]["best"] = run.lr == best[run.arm] or math.isnan(best[run.arm])
+    return trace
+
+
 def curves(results: Results, arms: Sequence[ArmResult], points: int) -> Figure:
     """Loss against step: raw training loss faint, its running mean strong, validation as marks."""
     best = _best_rates(arms)
+    faint = {"line": {"width": 1, "dash": "solid"}, "opacity": 0.25, "hoverinfo": "skip"}
     traces = []
     for run in results.runs:
         steps, loss = run.curves.steps, run.curves.loss
-        common: dict[str, Any] = {"best": run.lr == best.get(run.arm)}
-        label = f"lr {run.lr:g}, seed {run.seed}"
+        label = f"lr {run.lr:g}, seed {run.seed}<br>step %{{x}}"
         x, y = thin(steps, loss, min(points, 400))
-        traces.append(
-            _trace(
-                results,
-                run.arm,
-                run.lr,
-                mode="lines",
-                x=numbers(x, 9),
-                y=numbers(y),
-                line={"width": 1, "dash": "solid"},
-                opacity=0.25,
-                hoverinfo="skip",
-            )
-        )
+        traces.append(_curve(results, run, best, x, y, mode="lines", **faint))
         x, y = every(steps, running_mean(loss, smoothing_window(len(loss))), min(points, 200))
+        hover = f"{label}: training loss %{{y:.3f}} (smoothed)"
+        traces.append(_curve(results, run, best, x, y, mode="lines", hovertemplate=hover))
+        x, y = run.curves.val_steps, run.curves.val_loss
+        hover = f"{label}: validation loss %{{y:.4f}}"
         traces.append(
-            _trace(
-                results,
-                run.arm,
-                run.lr,
-                mode="lines",
-                x=numbers(x, 9),
-                y=numbers(y),
-                hovertemplate=f"{label}<br>step %{{x}}: training loss %{{y:.3f}} (smoothed)",
-            )
+            _curve(results, run, best, x, y, digits=5, mode="markers", hovertemplate=hover)
         )
-        traces.append(
-            _trace(
-                results,
-                run.arm,
-                run.lr,
-                mode="markers",
-                x=numbers(run.curves.val_steps, 9),
-                y=numbers(run.curves.val_loss, 5),
-                hovertemplate=f"{label}<br>step %{{x}}: validation loss %{{y:.4f}}",
-            )
-        )
-        for trace in traces[-3:]:
-            trace["meta"] |= common
     return {
         "id": "loss-step",
         "traces": [trace for trace in traces if trace["x"]],
@@ -271,18 +252,9 @@ def gradients(results: Results, arms: Sequence[ArmResult], points: int) -> Figur
     traces = []
     for run in results.runs:
         x, y = thin(run.curves.steps, run.curves.grad_norm, min(points, 500))
-        trace = _trace(
-            results,
-            run.arm,
-            run.lr,
-            mode="lines",
-            x=numbers(x, 9),
-            y=numbers(y, 3),
-            line={"width": 1.2},
-            hovertemplate=f"lr {run.lr:g}, seed {run.seed}<br>step %{{x}}: gradient norm %{{y}}",
-        )
-        trace["meta"]["best"] = run.lr == best.get(run.arm)
-        traces.append(trace)
+        hover = f"lr {run.lr:g}, seed {run.seed}<br>step %{{x}}: gradient norm %{{y}}"
+        look: dict[str, Any] = {"digits": 3, "mode": "lines", "line": {"width": 1.2}}
+        traces.append(_curve(results, run, best, x, y, hovertemplate=hover, **look))
     clips = {run.config.get("optim", {}).get("grad_clip") for run in results.runs if run.config}
     layout: dict[str, Any] = {
         "xaxis": _axis("step"),
@@ -323,17 +295,11 @@ def by_layer(results: Results, arms: Sequence[ArmResult], measure: str, title: s
         }
         if not any(value > 0 for value in layers.values()):
             continue
-        trace = _trace(
-            results,
-            run.arm,
-            run.lr,
-            mode="lines+markers",
-            x=sorted(layers),
-            y=numbers([layers[layer] for layer in sorted(layers)], 3),
-            hovertemplate=f"lr {run.lr:g}, seed {run.seed}, step {step}<br>layer %{{x}}: %{{y}}",
-        )
-        trace["meta"]["best"] = run.lr == best.get(run.arm)
-        traces.append(trace)
+        depth = sorted(layers)
+        x, y = np.array(depth, dtype=np.float64), np.array([layers[layer] for layer in depth])
+        hover = f"lr {run.lr:g}, seed {run.seed}, step {step}<br>layer %{{x}}: %{{y}}"
+        look: dict[str, Any] = {"digits": 3, "mode": "lines+markers"}
+        traces.append(_curve(results, run, best, x, y, hovertemplate=hover, **look))
     return {
         "id": f"layer-{measure}",
         "traces": traces,

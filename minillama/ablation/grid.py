@@ -157,13 +157,14 @@ def _forbidden(arm: Arm) -> list[Fault]:
 
 def _flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return overrides by dotted name, each ``kind`` first, since it drops the old kind's own."""
-    return dict(sorted(_dotted(overrides), key=lambda item: not f".{item[0]}".endswith(".kind")))
+    return dict(sorted(dotted(overrides), key=lambda item: not f".{item[0]}".endswith(".kind")))
 
 
-def _dotted(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings by their dotted names."""
     for name, value in overrides.items():
         if isinstance(value, Mapping) and value:
-            yield from _dotted(value, f"{prefix}{name}.")
+            yield from dotted(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -56,7 +56,7 @@ CAPTIONS = {
     ),
     "layer-attention_logit_max": (
         "Attention logits by depth",
-        "The largest unmasked one. Beyond a few tens the softmax has one winner and no gradient.",
+        "The largest unmasked one. Very large ones leave the softmax one winner and no gradient.",
     ),
     "layer-kurtosis": (
         "Kurtosis by depth",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,13 @@ def write_picture(
     columns = min(3, len(rates))
     rows = math.ceil(len(rates) / columns)
     width = 12.6 if sweep else 8.0
-    figure = Figure(figsize=(width, 5.3 if rows < 2 or not sweep else 6.2), dpi=160)
+    said = textwrap.wrap(headline, round(width * 12.5))
+    longest = max(len(arm) for arm in results.arms)
+    legend_columns = max(1, int((width - 0.3) / (0.85 + 0.085 * longest)))
+    legend_rows = math.ceil(len(results.arms) / legend_columns) if results.is_ablation else 0
+    above = 0.85 + 0.2 * len(said) + 0.24 * legend_rows
+    height = above + 0.8 + (3.3 if rows < 2 else 4.2)  # inches, as all here that is not a share
+    figure = Figure(figsize=(width, height), dpi=160)
     FigureCanvasAgg(figure)
     figure.set_facecolor("white")
     outer = figure.add_gridspec(
@@ -66,15 +73,15 @@ def write_picture(
         width_ratios=[1, 1.35] if sweep else None,
         left=0.065 if sweep else 0.09,
         right=0.985,
-        top=0.79,
-        bottom=0.15,
+        top=1 - above / height,
+        bottom=0.75 / height,
         wspace=0.17,
     )
     if sweep:
         _loss_by_rate(figure.add_subplot(outer[0, 0]), results, arms, styles)
     inner = outer[0, -1].subgridspec(rows, columns, wspace=0.07, hspace=0.28)
     _panels(figure, inner, results, rates, columns, styles)
-    _words(figure, results, styles, headline, source)
+    _words(figure, results, styles, said, source, legend_columns)
     figure.savefig(path, metadata={"Software": "minillama"})
 
 
@@ -120,7 +127,7 @@ def _loss_by_rate(
             [loss for _, loss in means],
             color=style.light,
             linestyle=_DASHES[style.dash],
-            linewidth=2,
+            linewidth=style.width,
         )
         for run in arm.runs:
             if run.fate == "diverged":
@@ -135,7 +142,7 @@ def _loss_by_rate(
                     run.figure("val_loss"),
                     _MARKERS[style.symbol],
                     color=style.light,
-                    markersize=7,
+                    markersize=0.9 * style.size,
                     markeredgecolor="white",
                     markeredgewidth=0.9,
                 )
@@ -193,7 +200,7 @@ def _panels(
                 curves.steps,
                 smooth,
                 color=style.light,
-                linewidth=1.7,
+                linewidth=0.9 * style.width,
                 linestyle=_DASHES[style.dash],
             )
             axes.plot(
@@ -201,7 +208,7 @@ def _panels(
                 curves.val_loss,
                 _MARKERS[style.symbol],
                 color=style.light,
-                markersize=5,
+                markersize=0.65 * style.size,
                 markeredgecolor="white",
                 markeredgewidth=0.7,
             )
@@ -220,12 +227,25 @@ def _panels(
 
 
 def _words(
-    figure: Figure, results: Results, styles: dict[str, ArmStyle], headline: str, source: str
+    figure: Figure,
+    results: Results,
+    styles: dict[str, ArmStyle],
+    headline: Sequence[str],
+    source: str,
+    legend_columns: int,
 ) -> None:
-    left = 0.02
-    figure.text(left, 0.945, results.name, fontsize=15, fontweight="bold", color=_INK)
-    figure.text(left, 0.9, headline, fontsize=10.5, color=_SOFT)
-    figure.text(left, 0.022, source, fontsize=8, color=_SOFT)
+    left, height = 0.02, figure.get_figheight()
+
+    def write(text: str, inches: float, size: float, **fields: Any) -> None:
+        """Write a line whose foot is so far below the top; names are no formulas."""
+        figure.text(left, 1 - inches / height, text, fontsize=size, parse_math=False, **fields)
+
+    write(results.name, 0.33, 15, fontweight="bold", color=_INK)
+    for i, line in enumerate(headline):
+        write(line, 0.58 + 0.2 * i, 10.5, color=_SOFT)
+    write(source, height - 0.13, 8, color=_SOFT)
+    if not results.is_ablation:
+        return
     handles = [
         Line2D(
             [],
@@ -236,15 +256,15 @@ def _words(
             markeredgecolor="white",
             linewidth=2,
             markersize=8,
-            label=arm,
+            label=arm.replace("$", r"\$"),
         )
         for arm in results.arms
     ]
     figure.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=(left - 0.008, 0.89),
-        ncols=min(len(handles), 7),
+        bbox_to_anchor=(left - 0.008, 1 - (0.46 + 0.2 * len(headline)) / height),
+        ncols=min(len(handles), legend_columns),
         frameon=False,
         fontsize=10,
         labelcolor=_INK,

@@ -11,16 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from minillama.ablation.display import Display
 from minillama.ablation.estimate import TIMED_STEPS, estimate
-from minillama.ablation.grid import Cell, cells
+from minillama.ablation.grid import Cell, cells, dotted
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.table import CellTable, is_finished
 from minillama.config import AblationConfig, parse_run, to_yaml
@@ -174,8 +173,8 @@ def _refuse_changed(grid: Sequence[Cell]) -> None:
     for cell in grid:
         if not (cell.folder / "config.yaml").is_file():
             continue
-        before = _flat(parse_run(read_yaml(cell.folder), str(cell.folder)).model_dump(mode="json"))
-        now = _flat(cell.config.model_dump(mode="json"))
+        saved = parse_run(read_yaml(cell.folder), str(cell.folder))
+        before, now = (dict(dotted(c.model_dump(mode="json"))) for c in (saved, cell.config))
         for name in sorted(before | now):
             if name not in UNCOUNTED and before.get(name) != now.get(name):
                 was, wanted = before.get(name), now.get(name)
@@ -187,16 +186,6 @@ def _refuse_changed(grid: Sequence[Cell]) -> None:
             "cells of another config are here; delete their folders, or keep them and set another "
             f"out_dir\n  {shown}"
         )
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in section.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def _prepare_data(grid: Sequence[Cell]) -> None:

@@ -1,0 +1,20 @@
+from pathlib import Path
+
+import pytest
+
+from minillama.ablation.grid import cells
+from minillama.config import load_ablation
+from minillama.reading import read_yaml
+
+FOLDER = Path(__file__).parents[2] / "configs/ablations"
+FILES = [path for path in sorted(FOLDER.glob("*.yaml")) if "arms" in read_yaml(path)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_ablation_that_ships_can_be_run(path: Path) -> None:
+    config = load_ablation(path)
+    grid = cells(config)
+    assert config.baseline in config.arms
+    assert len(grid) == len({cell.folder for cell in grid})
+    head = path.read_text().split("\n\n", 1)[0]
+    assert all(word in head for word in ("Takes:", "Shows:", "Run:"))
