@@ -78,7 +78,8 @@ class GGUFFile:
         with self.path.open("rb") as file:
             file.seek(info.start)
             raw = np.frombuffer(file.read(rows * row_bytes), np.uint8).reshape(rows, row_bytes)
-        floats: npt.NDArray[np.float32] = gguf.quants.dequantize(raw, TYPES[info.kind])
+        with np.errstate(all="ignore"):  # a scale may be no number: it is the file's own
+            floats: npt.NDArray[np.float32] = gguf.quants.dequantize(raw, TYPES[info.kind])
         return floats.reshape(info.shape).astype(np.float32, copy=False)
 
 
