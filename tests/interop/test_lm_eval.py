@@ -44,25 +44,22 @@ metric_list: [{metric: bits_per_byte}]
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what runs a task on a folder and gives its result and its log-likelihoods."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    lm_eval = pytest.importorskip("lm_eval")
     pytest.importorskip("accelerate")
-
-    data = tmp_path / "data.jsonl"
+    lm_eval, tasks = pytest.importorskip("lm_eval"), pytest.importorskip("lm_eval.tasks")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    data, definitions = tmp_path / "data.jsonl", tmp_path / "tasks"
     data.write_text("\n".join(map(json.dumps, DOCUMENTS)))
-    folder_of_tasks = tmp_path / "tasks"
-    folder_of_tasks.mkdir()
+    definitions.mkdir()
     for name, text in (("choice", CHOICE), ("rolling", ROLLING)):
-        (folder_of_tasks / f"{name}.yaml").write_text(text.replace("FILE", str(data)))
+        (definitions / f"{name}.yaml").write_text(text.replace("FILE", str(data)))
+    manager = tasks.TaskManager(include_path=str(definitions), include_defaults=False)
 
     def run(folder: Path, task: str, **model: Any) -> tuple[dict[str, Any], list[Any]]:
         out = lm_eval.simple_evaluate(
             model="hf",
             model_args={"pretrained": str(folder), **model},
             tasks=[task],
-            task_manager=tasks.TaskManager(
-                include_path=str(folder_of_tasks), include_defaults=False
-            ),
+            task_manager=manager,
             device="cpu",
             batch_size=2,
             bootstrap_iters=0,
