@@ -197,16 +197,34 @@ def test_any_mapping_is_accepted_or_refused(raw):
     assert error.faults
 
 
-@pytest.mark.parametrize("path", [p for p in PATHS if p.rpartition(".")[2] != "kind"])
-def test_every_field_refuses_nonsense_under_its_own_name(path):
-    value = {"no": {"such": ["thing"]}}
+FIELDS = [path for path in PATHS if path.rpartition(".")[2] != "kind"]
+
+
+def with_field(path, value):
+    """Return a config with that field, in a section of a kind that has it."""
     raw = reading.override({}, {path: value}, OWNED_BY_KIND)
     sections = path.split(".")
-    if sections[:2] == ["data", "source"]:
+    if sections[:2] == ["data", "source"] and len(sections) > 2:
         kind = {"files": "files", "format": "files"}.get(sections[-1], "hub")
         raw["data"]["source"].setdefault("kind", kind)
     if sections[:2] == ["model", "rope_scaling"] and len(sections) > 2:
         raw["model"]["rope_scaling"].setdefault("kind", "llama3")
+    return raw
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_every_field_refuses_nonsense_under_its_own_name(path):
     with pytest.raises(ConfigError) as error:
-        parse_run(raw, "raw")
+        parse_run(with_field(path, {"no": {"such": ["thing"]}}), "raw")
     assert any(fault.path.startswith(path) for fault in error.value.faults), str(error.value)
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_no_field_takes_true_for_a_number(path):
+    try:
+        value = parse_run(with_field(path, True), "raw").model_dump()
+    except ConfigError:
+        return
+    for name in path.split("."):
+        value = value[name]
+    assert value is True

@@ -261,6 +261,8 @@ def test_top_p_keeps_the_fewest_that_add_up_to_p():
     assert kept(0.79) == [0, 1]
     assert kept(0.81) == [0, 1, 2]
     assert kept(0.96) == [0, 1, 2, 3]
+    exact = Sampler(1, top_p=0.5).probabilities(torch.zeros(1, 2))
+    assert exact.tolist() == [[1.0, 0.0]]  # the first of two equal ones is enough
     renewed = Sampler(1, top_p=0.6).probabilities(x)[0]
     torch.testing.assert_close(renewed, torch.tensor([5 / 8, 3 / 8, 0, 0]))
 

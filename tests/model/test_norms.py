@@ -220,7 +220,8 @@ def test_epsilon_of_the_l2_norms_is_the_least_length(norm, scale):
 def test_partial_measures_the_first_features_and_at_least_one(dim, partial, measured):
     norm = RMSNorm(dim, eps=0.0, partial=partial)
     x = torch.full((dim,), 100.0)
-    x[:measured] = 2.0
+    x[:measured] = 0.0
+    x[measured - 1] = 2.0 * math.sqrt(measured)  # the mean square of those alone is 4
     torch.testing.assert_close(norm(x), x / 2)
 
 
