@@ -33,8 +33,8 @@ def train_run(config: RunConfig, resume: bool, overwrite: bool, *, progress: boo
     summary = train(config, resume=resume, overwrite=overwrite, progress=progress)
     if summary["fate"] == "diverged":
         raise DivergedError(
-            f"training diverged: the final validation loss, {summary['val_loss']:.4f}, is no better "
-            f"than at init, {summary['init_val_loss']:.4f}; try a lower optim.lr (now "
+            f"training diverged: the final validation loss, {summary['val_loss']:.4f}, is no "
+            f"better than at init, {summary['init_val_loss']:.4f}; try a lower optim.lr (now "
             f"{config.optim.lr:g}) or a longer optim.warmup_steps. The run is in {config.out_dir}"
         )
     lines = []

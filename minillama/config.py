@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +27,7 @@ from pydantic import (
     model_validator,
 )
 
+from minillama.checkpoint_folders import CONFIG, TOKENIZER, resolve_checkpoint
 from minillama.errors import ConfigError, Fault
 from minillama.plugins import load_plugins
 from minillama.reading import (
@@ -450,6 +451,11 @@ class RunConfig(Section):
     plugins: list[str] = Field(
         default_factory=list, description="modules or .py files that register norms of your own"
     )
+    init_from: str | None = Field(
+        None,
+        description="a checkpoint to begin from: its model, but for what is set here of model.norm "
+        "and model.max_seq_len, and its tokenizer",
+    )
     loggers: list[Literal["tensorboard"]] = Field(
         default_factory=list, description="besides metrics.jsonl, which is always written"
     )
@@ -462,7 +468,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
         faults = []
-        if self.data.seq_len > self.model.max_seq_len:
+        inherits = self.init_from is not None and "max_seq_len" not in self.model.model_fields_set
+        if self.data.seq_len > self.model.max_seq_len and not inherits:
             rule = f"is above model.max_seq_len = {self.model.max_seq_len}; lower it or raise that"
             faults.append(Fault("data.seq_len", self.data.seq_len, rule, "model.max_seq_len"))
         if self.optim.warmup_steps > self.train.steps:
@@ -551,15 +558,24 @@ OWNED_BY_KIND = {
 """What goes when an override changes a section's ``kind``."""
 
 
+def load_plugins_of(raw: Mapping[str, Any]) -> None:
+    """Load the plugins of a config that is not checked yet, so that its norms can be.
+
+    Raises:
+        ConfigError: one is missing or raises.
+    """
+    plugins = raw.get("plugins")
+    if isinstance(plugins, list) and all(isinstance(plugin, str) for plugin in plugins):
+        load_plugins(plugins)
+
+
 def parse_run(raw: Mapping[str, Any], where: str) -> RunConfig:
     """Check a run config given as a mapping and resolve it.
 
     Raises:
         ConfigError: with every fault; ``where`` names the config in its message.
     """
-    plugins = raw.get("plugins")
-    if isinstance(plugins, list) and all(isinstance(plugin, str) for plugin in plugins):
-        load_plugins(plugins)
+    load_plugins_of(raw)
     return resolve(check(RunConfig, raw, where), where)
 
 
@@ -583,6 +599,8 @@ def resolve(config: RunConfig, where: str = "config") -> RunConfig:
         ConfigError: fields that only now can be compared do not fit.
     """
     load_plugins(config.plugins)
+    if config.init_from is not None:
+        config = _inherit(config, config.init_from, where)
     tokenizer = config.tokenizer
     if tokenizer.kind == "byte":
         tokenizer = tokenizer.model_copy(update={"vocab_size": BYTE_VOCAB_SIZE})
@@ -617,6 +635,63 @@ def resolve(config: RunConfig, where: str = "config") -> RunConfig:
             ),
         }
     )
+
+
+def _inherit(config: RunConfig, init_from: str, where: str) -> RunConfig:
+    """Take model and tokenizer from the checkpoint ``init_from``."""
+    if config.model.vocab_size is not None and not Path(init_from).exists():
+        return config  # resolved before; a run that is resumed needs its first weights no more
+    folder = resolve_checkpoint(init_from).absolute()
+    try:
+        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        load_plugins_of(raw)
+        saved = check(RunConfig, raw, str(folder / CONFIG))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"init_from = {init_from!r}: {folder / CONFIG}: {error}") from None
+    model, norm = config.model, config.model.norm
+    inherited: dict[str, Any] = {
+        "tokenizer.kind": saved.tokenizer.kind,
+        "tokenizer.vocab_size": saved.tokenizer.vocab_size,
+        "tokenizer.path": str(folder / TOKENIZER) if saved.tokenizer.kind == "bpe" else None,
+    }
+    inherited |= {
+        f"model.{name}": value for name, value in saved.model if name not in ("norm", "max_seq_len")
+    }
+    faults = [
+        Fault(path, given, f"the checkpoint of init_from has {inherited[path]!r}; leave this out")
+        for path, given in _explicit(config)
+        if path in inherited and given not in (None, inherited[path])
+    ]
+    if faults:
+        raise ConfigError.of_faults(where, faults)
+    chosen = {name: value for name, value in norm if name in norm.model_fields_set}
+    kept = saved.model.norm.model_dump()
+    if chosen.get("kind", kept["kind"]) != kept["kind"]:
+        del kept["options"]
+    whole = config.model_dump(exclude={"tokenizer", "model"}) | {
+        "init_from": str(Path(init_from).absolute()),
+        "tokenizer": {
+            "kind": inherited["tokenizer.kind"],
+            "vocab_size": inherited["tokenizer.vocab_size"],
+            "path": inherited["tokenizer.path"],
+        },
+        "model": saved.model.model_dump(exclude={"norm", "max_seq_len"})
+        | {
+            "max_seq_len": model.max_seq_len
+            if "max_seq_len" in model.model_fields_set
+            else saved.model.max_seq_len,
+            "norm": kept | chosen,
+        },
+    }
+    return check(RunConfig, whole, where)
+
+
+def _explicit(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted names and values of what was set in the sections a checkpoint brings."""
+    for section in ("model", "tokenizer"):
+        part = getattr(config, section)
+        for name in part.model_fields_set:
+            yield f"{section}.{name}", getattr(part, name)
 
 
 def _sentencepiece_size(path: str, where: str) -> int:

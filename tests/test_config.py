@@ -121,7 +121,7 @@ def faults(load):
         ("name=1e3", "name = 1000.0: should be a valid string"),
         ("seed=1", "no such field; did you mean train.seed?"),
         ("lr=1", "no such field; did you mean optim.lr?"),
-        ("modle.dim=1", "no such field; did you mean model? valid here: data, loggers, model"),
+        ("modle.dim=1", "modle = {'dim': 1}: no such field; did you mean model?"),
         ("model.norm=layernorm", "model.norm = 'layernorm': must be a mapping of fields"),
         ("optim.learning_rate=1", "optim.learning_rate = 1: no such field"),
     ],

@@ -13,7 +13,7 @@ PACKAGE = Path(minillama.__file__).parent
 
 LAYERS = [
     ("errors",),
-    ("registry", "cache"),
+    ("registry", "cache", "checkpoint_folders"),
     ("reading", "plugins"),
     ("config",),
     ("model", "data"),

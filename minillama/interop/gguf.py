@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from minillama import __version__
+from minillama.checkpoint_folders import resolve_checkpoint
 from minillama.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RunConfig
 from minillama.data.tokenizer import ByteTokenizer, Tokenizer
 from minillama.errors import ConfigError
@@ -23,7 +24,7 @@ from minillama.interop.arrivals import claim
 from minillama.interop.hf_tokenizer import SPECIAL_NAMES, byte_pieces, exportable_pieces
 from minillama.interop.pieces import Kind
 from minillama.model.rope import inverse_frequencies
-from minillama.training.checkpoint import load_checkpoint, resolve_checkpoint
+from minillama.training.checkpoint import load_checkpoint
 from minillama.training.durable import writing
 
 DTYPES = {

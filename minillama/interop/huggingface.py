@@ -9,12 +9,15 @@ No weight is computed with: names change, and the dtype if one asks for it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from minillama.checkpoint_folders import resolve_checkpoint
+from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError, TokenizerError
 from minillama.interop import hf_config
@@ -29,11 +32,12 @@ from minillama.interop.hf_tokenizer import (
     is_byte_json,
     sentencepiece_json,
     sentencepiece_of,
+    special_tokens,
     tokenizer_config,
 )
 from minillama.interop.hf_weights import WEIGHTS, read_json, read_model
 from minillama.interop.model_card import model_card
-from minillama.training.checkpoint import load_checkpoint, resolve_checkpoint
+from minillama.training.checkpoint import load_checkpoint
 from minillama.training.durable import new_folder, writing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,15 +71,12 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
     own = model.state_dict()
     names = weight_names(row, config.model, "transformers")
     weights = {theirs: own[ours].to(DTYPES[dtype]) for ours, theirs in names.items()}
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if not isinstance(tokenizer, NoTokenizer):
+        ids |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     files: dict[str, Any] = {
-        "config.json": {
-            **hf_config.write(config.model, row),
-            **ids,
-            "pad_token_id": None,
-            "dtype": dtype,
-        },
-        "generation_config.json": {**ids, "pad_token_id": tokenizer.unk_id},
+        "config.json": {**hf_config.write(config.model, row), **ids, "dtype": dtype},
+        "generation_config.json": ids | {"pad_token_id": ids["eos_token_id"] and tokenizer.unk_id},
         **_tokenizer_files(tokenizer, folder, config.model.max_seq_len),
     }
     claim(Path(out))
@@ -84,7 +85,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
             (new / name).write_text(
                 json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
             )
-        if (folder / _SENTENCEPIECE).is_file():
+        if isinstance(tokenizer, SentencePieceTokenizer):
             tokenizer.save(new / _SENTENCEPIECE)
         (new / "README.md").write_text(model_card(folder, config, row, dtype), encoding="utf-8")
         save_file(weights, new / WEIGHTS, {"format": "pt"})
@@ -96,8 +97,14 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
 
 
 def _tokenizer_files(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> dict[str, Any]:
-    if isinstance(tokenizer, ByteTokenizer):
-        content, texts, prefix = byte_json(), byte_pieces(), False
+    prefix = False
+    if isinstance(tokenizer, NoTokenizer):
+        return {}
+    if isinstance(tokenizer, JsonTokenizer):
+        content = tokenizer.raw
+        texts: Mapping[int, str] | Sequence[str] = tokenizer.texts()
+    elif isinstance(tokenizer, ByteTokenizer):
+        content, texts = byte_json(), byte_pieces()
     else:
         model = exportable_pieces(folder / _SENTENCEPIECE)
         content = sentencepiece_json(model, tokenizer.bos_id)
@@ -126,10 +133,13 @@ def import_model(folder: str | Path, out: str | Path) -> str:
     folder, out = Path(folder), Path(out)
     if not (folder / "config.json").is_file():
         raise ConfigError(_no_folder(folder))
-    shape, row = hf_config.read(read_json(folder / "config.json"), str(folder / "config.json"))
-    tokenizer = _read_tokenizer(folder)
+    raw = read_json(folder / "config.json")
+    shape, row = hf_config.read(raw, str(folder / "config.json"))
+    tokenizer, note = _read_tokenizer(folder, raw)
     model = read_model(folder, shape, row)
-    return save_imported(out, folder.resolve().name, model, tokenizer, row)
+    if tokenizer is None:
+        tokenizer = NoTokenizer(shape.vocab_size)
+    return save_imported(out, folder.resolve().name, model, tokenizer, row, note)
 
 
 def _no_folder(folder: Path) -> str:
@@ -141,27 +151,30 @@ def _no_folder(folder: Path) -> str:
     return f"{folder} has no config.json, so it is no model of transformers; it holds {names}"
 
 
-def _read_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer in ``folder``, as a sentencepiece model or as plain bytes.
+def _read_tokenizer(folder: Path, config: Mapping[str, Any]) -> tuple[Tokenizer | None, str]:
+    """Return the tokenizer in ``folder``, or None and why there is none that can be used.
 
-    Raises:
-        CheckpointError: it is of another sort, damaged or missing.
+    A sentencepiece model comes first, since it can be exported again to all formats; then a
+    tokenizer.json that says the same as one; then any other tokenizer.json, as it is.
     """
     reasons = []
     if (folder / _SENTENCEPIECE).is_file():
         try:
-            return SentencePieceTokenizer((folder / _SENTENCEPIECE).read_bytes())
+            return SentencePieceTokenizer((folder / _SENTENCEPIECE).read_bytes()), ""
         except (TokenizerError, UnicodeDecodeError) as error:
-            reasons.append(f"{_SENTENCEPIECE} cannot be used: {error}")
+            reasons.append(f"{_SENTENCEPIECE}: {error}")
     if (folder / TOKENIZER_JSON).is_file():
         raw = read_json(folder / TOKENIZER_JSON)
         if is_byte_json(raw):
-            return ByteTokenizer()
+            return ByteTokenizer(), ""
         has_settings = (folder / TOKENIZER_CONFIG).is_file()
         settings = read_json(folder / TOKENIZER_CONFIG) if has_settings else {}
         try:
-            return SentencePieceTokenizer(sentencepiece_of(raw, settings))
-        except (TokenizerError, UnicodeDecodeError) as error:
+            return SentencePieceTokenizer(sentencepiece_of(raw, settings)), ""
+        except (TokenizerError, UnicodeDecodeError):
+            pass  # it is of another sort
+        try:
+            return JsonTokenizer.of(raw, special_tokens(settings, config)), ""
+        except TokenizerError as error:
             reasons.append(str(error))
-    why = "; ".join(reasons) or f"there is neither {_SENTENCEPIECE} nor {TOKENIZER_JSON}"
-    raise CheckpointError(f"{folder} has no tokenizer that can be imported: {why}")
+    return None, "; ".join(reasons) or f"there is neither {_SENTENCEPIECE} nor {TOKENIZER_JSON}"

@@ -25,19 +25,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minillama.config import RunConfig
+from minillama.checkpoint_folders import (
+    CONFIG,
+    TOKENIZER,
+    TRAINER_STATE,
+    WEIGHTS,
+    resolve_checkpoint,
+    step_folders,
+)
+from minillama.config import RunConfig, load_plugins_of
 from minillama.data.tokenizer import Tokenizer, load_tokenizer
 from minillama.errors import CheckpointError, ConfigError, MinillamaError
-from minillama.model.transformer import Transformer
-from minillama.plugins import load_plugins
+from minillama.model.transformer import Transformer, is_norm_parameter
 from minillama.reading import check
 from minillama.training.device import pick_device
 from minillama.training.durable import new_folder, writing
-
-WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
-TRAINER_STATE = "trainer_state.pt"
-_STEP_NAME = re.compile(r"step-\d{6,}")
-
 
 # ------------------------------------------------------------------------------------------ write
 
@@ -104,63 +106,6 @@ def _save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, st
         raise OSError(code, os.strerror(code)) from error
 
 
-# ------------------------------------------------------------------------------------------- find
-
-
-def step_folders(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints of a run's ``checkpoints/``, oldest first."""
-    if not checkpoints.is_dir():
-        return []
-    found = [p for p in checkpoints.iterdir() if _STEP_NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=step_of)
-
-
-def step_of(folder: Path) -> int:
-    """Return the step that a ``step-NNNNNN`` folder was written at."""
-    return int(folder.name.removeprefix("step-"))
-
-
-def resolve_checkpoint(path: str | Path) -> Path:
-    """Return the checkpoint that ``path`` names: itself, or a run folder's best, else its last.
-
-    Raises:
-        ConfigError: there is none; the message says what there is.
-    """
-    path = Path(path)
-    if _is_checkpoint(path):
-        return path
-    for folder in (path / "checkpoints", path):
-        named = [folder / "best", folder / "last", *reversed(step_folders(folder))]
-        for candidate in named:
-            if _is_checkpoint(candidate):
-                return candidate
-    raise ConfigError(f"no checkpoint at {path}: {_what_is_there(path)}")
-
-
-def _is_checkpoint(path: Path) -> bool:
-    if not path.is_dir():
-        return False
-    files = (WEIGHTS, CONFIG, TRAINER_STATE)
-    named = _STEP_NAME.fullmatch(path.resolve().name) is not None
-    return named or any((path / file).exists() for file in files)
-
-
-def _what_is_there(path: Path) -> str:
-    if path.is_file():
-        return f"it is a file; name the folder, {path.parent}"
-    if not path.exists():
-        parent = next(p for p in path.absolute().parents if p.exists())
-        return f"no such folder; {parent} holds {_names_in(parent)}"
-    if (path / "config.yaml").exists():
-        return "this run has written none yet; go on with it by --resume"
-    return f"the folder holds {_names_in(path)}; name a run folder or one of its checkpoints"
-
-
-def _names_in(folder: Path) -> str:
-    names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing"
-
-
 # ------------------------------------------------------------------------------------------- read
 
 
@@ -208,6 +153,40 @@ def load_weights(model: Transformer, weights: Mapping[str, Tensor], folder: Path
     model.load_state_dict(dict(weights))
 
 
+QK_NORMS = ("q_norm", "k_norm")
+"""Norms of a fixed kind, whatever that of the others is."""
+
+
+@torch.no_grad()
+def initialise_from(model: Transformer, path: str | Path) -> list[str]:
+    """Begin from a checkpoint's weights; the norms may be others.
+
+    A norm's own parameters are taken over where kind, name and shape agree; else they stay as they
+    start.
+
+    Returns:
+        The names of the parameters that stay as they start.
+
+    Raises:
+        ConfigError: ``path`` leads to no checkpoint.
+        CheckpointError: it is damaged, or its other weights do not fit.
+    """
+    folder = resolve_checkpoint(path)
+    saved, weights, _ = _read(folder)
+    old, norm = saved.model.norm, model.config.norm
+    own = model.state_dict()
+    same_kind = (old.kind, old.options) == (norm.kind, norm.options)
+
+    def fits(name: str) -> bool:
+        is_qk_norm = old.qk_norm == norm.qk_norm != "none" and name.split(".")[-2] in QK_NORMS
+        return name in own and own[name].shape == weights[name].shape and (same_kind or is_qk_norm)
+
+    taken = {name: w for name, w in weights.items() if not is_norm_parameter(name) or fits(name)}
+    new = [name for name in own if name not in taken and is_norm_parameter(name)]
+    load_weights(model, {**taken, **{name: own[name] for name in new}}, folder)
+    return new
+
+
 class Resumed(NamedTuple):
     """What a run goes on from."""
 
@@ -250,9 +229,7 @@ def _read_config(folder: Path) -> RunConfig:
             f"{folder} is a transformers model; bring it in with "
             f"`minillama import {folder} --out DIR`"
         )
-    plugins = raw.get("plugins", [])
-    if isinstance(plugins, list) and all(isinstance(plugin, str) for plugin in plugins):
-        load_plugins(plugins)
+    load_plugins_of(raw)
     try:
         return check(RunConfig, raw, str(file))  # resolved when it was written
     except ConfigError as error:

@@ -16,9 +16,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from minillama.checkpoint_folders import step_folders, step_of
 from minillama.config import RunConfig, to_yaml
 from minillama.errors import ConfigError, DivergedError, Fault, RunFolderError
-from minillama.training.checkpoint import step_folders, step_of
 from minillama.training.durable import (
     drop_folder,
     drop_unfinished,

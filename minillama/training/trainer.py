@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minillama.checkpoint_folders import step_of
 from minillama.config import RunConfig, advice, resolve
 from minillama.data.batches import Batches
 from minillama.data.prepare import Prepared, prepare
@@ -34,10 +35,10 @@ from minillama.model.transformer import IGNORED, Transformer, is_norm_parameter
 from minillama.training.checkpoint import (
     Resumed,
     hash_tensors,
+    initialise_from,
     load_weights,
     read_for_resume,
     save_checkpoint,
-    step_of,
 )
 from minillama.training.device import describe_device, pick_device
 from minillama.training.interrupt import StopSignal
@@ -90,6 +91,14 @@ def train(
         prepared = prepare(config)
         torch.manual_seed(config.train.seed)  # for a user's own norm; nothing here draws from it
         model = Transformer(config.model, seed=config.train.seed).to(device)
+        if config.init_from is not None and resumed is None:
+            new = initialise_from(model, config.init_from)
+            _log.info(
+                "%s: begins from the weights of %s; new norm parameters: %s",
+                config.name,
+                config.init_from,
+                len(new) or "none",
+            )
         batches = Batches(
             prepared.train, config.data.seq_len, config.train.batch_size, config.train.seed
         )
