@@ -82,7 +82,7 @@ def arms(config: AblationConfig) -> list[Arm]:
             suffix = "".join(
                 f"+{short}={_label(value)}" for short, value in zip(shorts, values, strict=True)
             )
-            merged = _flat(_flat(overrides) | _flat(point))
+            merged = dict(dotted(overrides)) | dict(dotted(point))
             out.append(Arm(name + suffix, config.baseline + suffix, merged))
     return out
 
@@ -95,7 +95,7 @@ def cells(config: AblationConfig) -> list[Cell]:
             the base itself is named once, under ``base: ``.
     """
     base = read_yaml(config.base) if isinstance(config.base, str) else config.base
-    base = override(base, _flat(config.overrides), OWNED_BY_KIND)
+    base = override(base, dict(dotted(config.overrides)), OWNED_BY_KIND)
     base = override(base, {"optim.lr": config.lr[0], "train.seed": config.seeds[0]}, {})
     base.pop("out_dir", None)
     base_faults = _checked(base, "base")[1]
@@ -153,11 +153,6 @@ def _forbidden(arm: Arm) -> list[Fault]:
         for name, by in SET_BY_GRID.items()
         if name in arm.overrides
     ]
-
-
-def _flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides by dotted name, each ``kind`` first, since it drops the old kind's own."""
-    return dict(sorted(dotted(overrides), key=lambda item: not f".{item[0]}".endswith(".kind")))
 
 
 def dotted(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -60,6 +60,8 @@ def test_the_page_stands_alone(make_ablation: Any) -> None:
     assert page.open == []
     assert page.fetched == []
     assert "default-src 'none'" in text
+    raw = text.partition('type="application/json">')[2].partition("</script>")[0]
+    assert "<" not in raw  # nothing in it can end the script it stands in
     assert len(text.encode()) < 6_000_000
     shown = " ".join(page.words)
     for expected in (

@@ -57,6 +57,21 @@ def test_bca_intervals_cover_the_truth_about_at_their_level() -> None:
     assert np.mean(high < 0.02) < misses  # BCa leans the way the skew does; a plain one does not
 
 
+def test_bca_equals_its_formula() -> None:
+    d = np.random.default_rng(3).exponential(0.02, 15)
+    means = d[np.random.default_rng(4).integers(0, 15, (100_000, 15))].mean(-1)
+    left_out = np.array([np.delete(d, i).mean() for i in range(15)])
+    away = left_out.mean() - left_out
+    a = (away**3).sum() / (6 * (away**2).sum() ** 1.5)
+    z0 = stats.norm.ppf(np.mean(means < d.mean()))
+    shares = [
+        stats.norm.cdf(z0 + (z0 + z) / (1 - a * (z0 + z))) for z in stats.norm.ppf([0.025, 0.975])
+    ]
+    low, high = bca_interval(d, resamples=99_999)
+    assert (low, high) == pytest.approx(tuple(np.quantile(means, shares)), abs=2e-4)
+    assert not math.isclose(high, np.quantile(means, 0.975), abs_tol=5e-4)  # a plain one is not it
+
+
 def test_bca_of_few_seeds_is_too_narrow_which_is_why_the_t_interval_decides() -> None:
     d = normal(0.0, 4, 400)
     low, high = bca_interval(d, resamples=499)
