@@ -102,7 +102,7 @@ class Sampler:
     ) -> None:
         if not 0 <= temperature < float("inf"):
             raise ConfigError(f"temperature = {temperature}: must be 0 (greedy) or above")
-        if top_k is not None and top_k < 0:
+        if top_k is not None and not top_k >= 0:
             raise ConfigError(f"top_k = {top_k}: must be 0 (all) or above")
         if top_p is not None and not 0 < top_p <= 1:
             raise ConfigError(f"top_p = {top_p}: must be above 0 and at most 1")

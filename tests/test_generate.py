@@ -345,6 +345,7 @@ def test_the_prompt_is_left_alone():
         ({"temperature": math.nan}, "temperature = nan"),
         ({"temperature": math.inf}, "temperature = inf"),
         ({"top_k": -1}, "top_k = -1: must be 0"),
+        ({"top_k": math.nan}, "top_k = nan"),
         ({"top_p": 0.0}, "top_p = 0.0: must be above 0"),
         ({"top_p": -0.5}, "top_p = -0.5"),
         ({"top_p": 1.01}, "top_p = 1.01"),
