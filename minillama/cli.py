@@ -94,9 +94,13 @@ def _export(options: Namespace) -> str:
 
 
 def _import(options: Namespace) -> str:
-    from minillama.interop.huggingface import import_model
+    if options.source.endswith(".gguf"):
+        from minillama.interop import gguf_import
 
-    return import_model(options.folder, options.out)
+        return gguf_import.import_model(options.source, options.out)
+    from minillama.interop import huggingface
+
+    return huggingface.import_model(options.source, options.out)
 
 
 def _convert_norm(options: Namespace) -> str:
@@ -259,11 +263,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = command(
         commands,
         "import",
-        "read a transformers folder as a checkpoint",
+        "read a transformers folder, or a .gguf file, as a checkpoint",
         "minillama import some-llama --out imported",
         _import,
     )
-    sub.add_argument("folder", metavar="HF_DIR")
+    sub.add_argument("source", metavar="HF_DIR", help="or a .gguf file")
     sub.add_argument("--out", required=True, metavar="DIR")
 
     group = commands.add_parser("tokenizer", help="train a tokenizer").add_subparsers(
