@@ -73,7 +73,7 @@ def faults(load):
         ("optim.z_loss=-1", "optim.z_loss = -1"),
         ("optim.eps=0", "optim.eps = 0: should be greater than 0"),
         ("optim.schedule=cosin", "unknown choice 'cosin'; did you mean 'cosine'? valid: constant"),
-        ("model.norm.kind=rmsnrom", "did you mean 'rmsnorm'? valid: derf, dyt, l2norm, layernorm"),
+        ("model.norm.kind=rmsnrom", "unknown norm kind 'rmsnrom'; did you mean 'rmsnorm'? valid: "),
         ("model.norm.placement=prenorm", "unknown norm placement 'prenorm'; did you mean"),
         ("model.norm.eps=-1", "model.norm.eps = -1: should be greater than or equal to 0"),
         ("model.norm.qk_norm=heads", "unknown choice 'heads'; did you mean 'head'?"),
