@@ -315,8 +315,10 @@ def advice(model: ModelConfig) -> list[str]:
 class TokenizerConfig(Section):
     """How text becomes ids."""
 
-    kind: Literal["bpe", "byte"] = Field(
-        "bpe", description="bpe: sentencepiece, trained on the data; byte: one id per UTF-8 byte"
+    kind: Literal["bpe", "byte", "json", "none"] = Field(
+        "bpe",
+        description="bpe: sentencepiece, trained on the data; byte: one id per UTF-8 byte; json or "
+        "none: what an imported model brings, a tokenizer.json or nothing",
     )
     vocab_size: Positive | None = Field(None, description="ids in all; bpe only, default 512")
     path: str | None = Field(None, description="a sentencepiece model to use instead of training")
@@ -330,6 +332,10 @@ class TokenizerConfig(Section):
                 faults.append(Fault("vocab_size", self.vocab_size, rule))
             if self.path is not None:
                 faults.append(Fault("path", self.path, "a byte tokenizer has no file"))
+        elif self.kind != "bpe":
+            if self.vocab_size is None:
+                rule = f"is required; a {self.kind} tokenizer comes from `minillama import` alone"
+                faults.append(Fault("vocab_size", None, rule))
         elif self.path is None and (self.vocab_size or DEFAULT_BPE_VOCAB_SIZE) < MIN_BPE_VOCAB_SIZE:
             rule = (
                 f"must be at least {MIN_BPE_VOCAB_SIZE}: 256 bytes, 3 special ids and some pieces"
@@ -337,6 +343,11 @@ class TokenizerConfig(Section):
             faults.append(Fault("vocab_size", self.vocab_size, rule))
         refuse(faults)
         return self
+
+    @property
+    def has_file(self) -> bool:
+        """Whether a checkpoint keeps a file of it."""
+        return self.kind in ("bpe", "json")
 
 
 class PydocsSource(Section):
@@ -604,6 +615,8 @@ def resolve(config: RunConfig, where: str = "config") -> RunConfig:
     tokenizer = config.tokenizer
     if tokenizer.kind == "byte":
         tokenizer = tokenizer.model_copy(update={"vocab_size": BYTE_VOCAB_SIZE})
+    elif tokenizer.kind != "bpe":
+        pass  # an import has filled it in
     elif tokenizer.path is not None and (
         tokenizer.vocab_size is None or Path(tokenizer.path).exists()
     ):  # a checkpoint, whose config is resolved, brings its own copy of a file that is gone
@@ -652,7 +665,7 @@ def _inherit(config: RunConfig, init_from: str, where: str) -> RunConfig:
     inherited: dict[str, Any] = {
         "tokenizer.kind": saved.tokenizer.kind,
         "tokenizer.vocab_size": saved.tokenizer.vocab_size,
-        "tokenizer.path": str(folder / TOKENIZER) if saved.tokenizer.kind == "bpe" else None,
+        "tokenizer.path": str(folder / TOKENIZER) if saved.tokenizer.has_file else None,
     }
     inherited |= {
         f"model.{name}": value for name, value in saved.model if name not in ("norm", "max_seq_len")

@@ -119,7 +119,7 @@ def _key(config: RunConfig, source: str) -> str:
 
 
 def _load_tokenizer(config: TokenizerConfig, folder: Path) -> Tokenizer:
-    return load_tokenizer(config, folder / "tokenizer.model" if config.kind == "bpe" else None)
+    return load_tokenizer(config, folder / "tokenizer.model" if config.has_file else None)
 
 
 def _read_meta(folder: Path) -> Meta:
@@ -228,7 +228,7 @@ def _build(config: RunConfig, source: str, folder: Path) -> None:
     split = Split(documents, config.data.val_fraction, config.data.split_seed)
     _refuse_short_text(config.data.seq_len, *split.most_tokens(), "at most ")
     tokenizer = _new_tokenizer(config.tokenizer, split)
-    if config.tokenizer.kind == "bpe":
+    if config.tokenizer.has_file:
         tokenizer.save(folder / "tokenizer.model")
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     digest = hashlib.sha256()
@@ -257,7 +257,7 @@ def _build(config: RunConfig, source: str, folder: Path) -> None:
 
 
 def _new_tokenizer(config: TokenizerConfig, split: Split) -> Tokenizer:
-    if config.kind == "byte" or config.path is not None:
+    if config.kind != "bpe" or config.path is not None:
         return load_tokenizer(config, None)
     assert config.vocab_size is not None  # the config is resolved
     return train_tokenizer((piece.text for piece in split.train()), config.vocab_size)

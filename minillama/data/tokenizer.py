@@ -22,6 +22,7 @@ from typing import Protocol
 import sentencepiece
 
 from minillama.config import BYTE_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE, TokenizerConfig
+from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.errors import TokenizerError
 
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
@@ -233,9 +234,13 @@ def load_tokenizer(config: TokenizerConfig, model_file: Path | None) -> Tokenize
     """
     if config.kind == "byte":
         return ByteTokenizer()
+    if config.kind == "none":
+        return NoTokenizer(config.vocab_size or 0)
     path = model_file or (Path(config.path) if config.path else None)
     if path is None:
-        raise TokenizerError("a bpe tokenizer needs its model file, tokenizer.model; none is given")
+        raise TokenizerError(
+            f"a {config.kind} tokenizer needs its model file, tokenizer.model; none is given"
+        )
     try:
         model = path.read_bytes()
     except OSError as error:
@@ -243,7 +248,7 @@ def load_tokenizer(config: TokenizerConfig, model_file: Path | None) -> Tokenize
             f"cannot read the tokenizer's model {path}: {error.strerror}"
         ) from error
     try:
-        return SentencePieceTokenizer(model)
+        return JsonTokenizer(model) if config.kind == "json" else SentencePieceTokenizer(model)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from error
 
@@ -301,7 +306,7 @@ def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
     try:
         processor = sentencepiece.SentencePieceProcessor()
         processor.LoadFromSerializedProto(model)
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeDecodeError) as error:  # the latter in wording the former
         raise TokenizerError("not a sentencepiece model") from error
     return processor
 

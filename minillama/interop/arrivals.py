@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 
 from minillama.config import ModelConfig, RunConfig, resolve
-from minillama.data.tokenizer import ByteTokenizer, Tokenizer
+from minillama.data.foreign import JsonTokenizer, NoTokenizer
+from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError
 from minillama.interop.architectures import Architecture
 from minillama.model.transformer import Transformer
 from minillama.training.checkpoint import save_checkpoint
 from minillama.training.durable import writing
+
+KINDS: dict[type, str] = {
+    SentencePieceTokenizer: "bpe",
+    ByteTokenizer: "byte",
+    JsonTokenizer: "json",
+    NoTokenizer: "none",
+}
+"""What a config calls a tokenizer, ``tokenizer.kind``."""
 
 _MAX_ROTATIONS = 1 << 26
 """Most entries of the table of rotations, max_seq_len · head_dim: 256 MiB."""
@@ -102,7 +111,7 @@ def save_imported(
             f"the tokenizer of {name} has {tokenizer.vocab_size} ids, but the model's vocabulary "
             f"{shape.vocab_size}; it belongs to another model"
         )
-    kind = "byte" if isinstance(tokenizer, ByteTokenizer) else "bpe"
+    kind = KINDS[type(tokenizer)]
     config = RunConfig.model_validate(
         {
             "name": re.sub(r"[^A-Za-z0-9._=+-]+", "-", name).lstrip("-._=+") or "imported",
@@ -115,7 +124,10 @@ def save_imported(
     claim(out)
     save_checkpoint(out, model, tokenizer, resolve(config))
     n_parameters = sum(weight.numel() for weight in model.parameters())
+    said = f"{out}: {row.model_class}, {n_parameters:,} parameters"
+    if isinstance(tokenizer, NoTokenizer):
+        return f"{said}; it came without a tokenizer that can be used, so it knows ids only"
     return (
-        f"{out}: {row.model_class}, {n_parameters:,} parameters, {kind} tokenizer of "
-        f"{tokenizer.vocab_size} ids; let it write: minillama generate {out}"
+        f"{said}, {kind} tokenizer of {tokenizer.vocab_size} ids; let it write: "
+        f"minillama generate {out}"
     )

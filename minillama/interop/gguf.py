@@ -17,7 +17,7 @@ from torch import Tensor
 from minillama import __version__
 from minillama.checkpoint_folders import resolve_checkpoint
 from minillama.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RunConfig
-from minillama.data.tokenizer import ByteTokenizer, Tokenizer
+from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import ConfigError
 from minillama.interop.architectures import Architecture, architecture_of, weight_names
 from minillama.interop.arrivals import claim
@@ -123,6 +123,12 @@ def _add_vocabulary(writer: Any, tokenizer: Tokenizer, folder: Path, vocab_size:
         writer.add_tokenizer_pre("default")
         writer.add_token_merges([_NEVER_MERGED])
         prefix = False
+    elif not isinstance(tokenizer, SentencePieceTokenizer):
+        raise ConfigError(
+            "this checkpoint has a tokenizer.json from elsewhere, or no tokenizer; only "
+            "sentencepiece's BPE and plain bytes go to llama.cpp: export with --to hf, and let "
+            "llama.cpp's own script convert that"
+        )
     else:
         model = exportable_pieces(folder / "tokenizer.model")
         texts = [piece.text for piece in model.pieces]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from minillama.config import ModelConfig
+from minillama.data.foreign import NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError, Fault, TokenizerError
 from minillama.interop.architectures import (
@@ -50,7 +51,7 @@ def import_model(file: str | Path, out: str | Path) -> str:
     header = read_header(file)
     try:
         config, row = _read_config(header)
-        tokenizer = _read_tokenizer(header.metadata)
+        tokenizer = _read_tokenizer(header.metadata) or NoTokenizer(config.vocab_size)
     except (TokenizerError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from None
     return save_imported(Path(out), file.stem, _read_model(header, config, row), tokenizer, row)
@@ -143,11 +144,11 @@ def _read_model(header: GGUFFile, config: ModelConfig, row: Architecture) -> Tra
     return build(config, weights)
 
 
-def _read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a file: sentencepiece's BPE or plain bytes.
+def _read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
+    """Return the tokenizer of a file: sentencepiece's BPE or plain bytes; None if it is another.
 
     Raises:
-        TokenizerError: it is another, or incomplete.
+        TokenizerError: it is damaged or incomplete.
     """
     key = "tokenizer.ggml."
     kind = metadata.get(f"{key}model")
@@ -158,7 +159,7 @@ def _read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     if kind == "gpt2" and texts == byte_pieces():
         return ByteTokenizer()
     if kind != "llama":
-        raise TokenizerError(f"its tokenizer is {kind!r}, not sentencepiece's (llama)")
+        return None
     scores = metadata.get(f"{key}scores") or []
     if not len(texts) == len(types) <= len(scores):
         raise TokenizerError("its tokens, their types and their scores are not equally many")

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minillama.data.tokenizer import ByteTokenizer, Tokenizer
+from minillama.data.tokenizer import ByteTokenizer
 from minillama.errors import ConfigError, TokenizerError
 from minillama.interop.pieces import SPACE, Kind, Piece, PieceModel, read_pieces, write_pieces
 
@@ -143,10 +143,13 @@ def _tokenizer_json(
 
 
 def tokenizer_config(
-    tokenizer: Tokenizer, texts: Sequence[str], max_seq_len: int, *, add_prefix_space: bool
+    special: tuple[str, str, str], max_seq_len: int, *, add_prefix_space: bool
 ) -> dict[str, Any]:
-    """Return tokenizer_config.json; padding is the unknown id, which no text ever has."""
-    unk, bos, eos = (texts[i] for i in (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id))
+    """Return tokenizer_config.json; ``special`` is what unk, bos and eos are called.
+
+    Padding is the unknown one, which no text ever has.
+    """
+    unk, bos, eos = special
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_seq_len,
@@ -182,6 +185,20 @@ def is_byte_json(raw: Mapping[str, Any]) -> bool:
     return isinstance(model, Mapping) and all(
         model.get(key) == ours[key] for key in ("type", "vocab", "merges")
     )
+
+
+def special_tokens(
+    settings: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, str | int | None]:
+    """Return what tokenizer_config.json calls unk, bos and eos, else their ids in config.json."""
+    found: dict[str, str | int | None] = {}
+    for name in ("unk", "bos", "eos"):
+        number = config.get(f"{name}_token_id")
+        if isinstance(number, list) and number:  # several tokens may end a text
+            number = number[0]
+        fallback = number if isinstance(number, int) else None
+        found[name] = _content(settings.get(f"{name}_token")) or fallback
+    return found
 
 
 def sentencepiece_of(raw: Mapping[str, Any], settings: Mapping[str, Any]) -> bytes:

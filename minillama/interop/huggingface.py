@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,19 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
     own = model.state_dict()
     names = weight_names(row, config.model, "transformers")
     weights = {theirs: own[ours].to(DTYPES[dtype]) for ours, theirs in names.items()}
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    padding = None
     if not isinstance(tokenizer, NoTokenizer):
-        ids |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        padding = tokenizer.unk_id
     files: dict[str, Any] = {
-        "config.json": {**hf_config.write(config.model, row), **ids, "dtype": dtype},
-        "generation_config.json": ids | {"pad_token_id": ids["eos_token_id"] and tokenizer.unk_id},
+        "config.json": {
+            **hf_config.write(config.model, row),
+            **ids,
+            "pad_token_id": None,
+            "dtype": dtype,
+        },
+        "generation_config.json": {**ids, "pad_token_id": padding},
         **_tokenizer_files(tokenizer, folder, config.model.max_seq_len),
     }
     claim(Path(out))
@@ -97,19 +105,20 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
 
 
 def _tokenizer_files(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> dict[str, Any]:
+    special = (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id)
     prefix = False
     if isinstance(tokenizer, NoTokenizer):
         return {}
     if isinstance(tokenizer, JsonTokenizer):
-        content = tokenizer.raw
-        texts: Mapping[int, str] | Sequence[str] = tokenizer.texts()
+        content, names = tokenizer.raw, [tokenizer.token(i) for i in special]
     elif isinstance(tokenizer, ByteTokenizer):
-        content, texts = byte_json(), byte_pieces()
+        content, names = byte_json(), [byte_pieces()[i] for i in special]
     else:
         model = exportable_pieces(folder / _SENTENCEPIECE)
         content = sentencepiece_json(model, tokenizer.bos_id)
-        texts, prefix = [piece.text for piece in model.pieces], model.add_dummy_prefix
-    settings = tokenizer_config(tokenizer, texts, max_seq_len, add_prefix_space=prefix)
+        names, prefix = [model.pieces[i].text for i in special], model.add_dummy_prefix
+    unk, bos, eos = names
+    settings = tokenizer_config((unk, bos, eos), max_seq_len, add_prefix_space=prefix)
     return {TOKENIZER_JSON: content, TOKENIZER_CONFIG: settings}
 
 
@@ -135,11 +144,9 @@ def import_model(folder: str | Path, out: str | Path) -> str:
         raise ConfigError(_no_folder(folder))
     raw = read_json(folder / "config.json")
     shape, row = hf_config.read(raw, str(folder / "config.json"))
-    tokenizer, note = _read_tokenizer(folder, raw)
+    tokenizer = _read_tokenizer(folder, raw) or NoTokenizer(shape.vocab_size)
     model = read_model(folder, shape, row)
-    if tokenizer is None:
-        tokenizer = NoTokenizer(shape.vocab_size)
-    return save_imported(out, folder.resolve().name, model, tokenizer, row, note)
+    return save_imported(out, folder.resolve().name, model, tokenizer, row)
 
 
 def _no_folder(folder: Path) -> str:
@@ -151,30 +158,36 @@ def _no_folder(folder: Path) -> str:
     return f"{folder} has no config.json, so it is no model of transformers; it holds {names}"
 
 
-def _read_tokenizer(folder: Path, config: Mapping[str, Any]) -> tuple[Tokenizer | None, str]:
-    """Return the tokenizer in ``folder``, or None and why there is none that can be used.
+def _read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
+    """Return the tokenizer in ``folder``, or None if there is none.
 
     A sentencepiece model comes first, since it can be exported again to all formats; then a
     tokenizer.json that says the same as one; then any other tokenizer.json, as it is.
+
+    Raises:
+        CheckpointError: there is one, and it cannot be used.
     """
     reasons = []
     if (folder / _SENTENCEPIECE).is_file():
         try:
-            return SentencePieceTokenizer((folder / _SENTENCEPIECE).read_bytes()), ""
-        except (TokenizerError, UnicodeDecodeError) as error:
+            return SentencePieceTokenizer((folder / _SENTENCEPIECE).read_bytes())
+        except TokenizerError as error:
             reasons.append(f"{_SENTENCEPIECE}: {error}")
     if (folder / TOKENIZER_JSON).is_file():
         raw = read_json(folder / TOKENIZER_JSON)
         if is_byte_json(raw):
-            return ByteTokenizer(), ""
+            return ByteTokenizer()
         has_settings = (folder / TOKENIZER_CONFIG).is_file()
         settings = read_json(folder / TOKENIZER_CONFIG) if has_settings else {}
+        with suppress(TokenizerError):  # it is of another sort
+            return SentencePieceTokenizer(sentencepiece_of(raw, settings))
         try:
-            return SentencePieceTokenizer(sentencepiece_of(raw, settings)), ""
-        except (TokenizerError, UnicodeDecodeError):
-            pass  # it is of another sort
-        try:
-            return JsonTokenizer.of(raw, special_tokens(settings, config)), ""
+            return JsonTokenizer.of(raw, special_tokens(settings, config))
         except TokenizerError as error:
-            reasons.append(str(error))
-    return None, "; ".join(reasons) or f"there is neither {_SENTENCEPIECE} nor {TOKENIZER_JSON}"
+            reasons.append(f"{TOKENIZER_JSON}: {error}")
+    if reasons:
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be used: {'; '.join(reasons)}.  Without these files "
+            "the model is imported for ids alone"
+        )
+    return None

@@ -251,7 +251,7 @@ def _read(folder: Path) -> tuple[RunConfig, dict[str, Tensor], Tokenizer]:
 
 
 def _read_tokenizer(folder: Path, config: RunConfig, sums: Mapping[str, str]) -> Tokenizer:
-    file = folder / TOKENIZER if config.tokenizer.kind != "byte" else None
+    file = folder / TOKENIZER if config.tokenizer.has_file else None
     if file is not None:
         _check_sum(file, sums)
     try:

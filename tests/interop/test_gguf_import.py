@@ -46,7 +46,7 @@ def test_smaller_types_are_read_as_the_gguf_package_reads_them(dtype, save, tmp_
     assert np.array_equal(model.blocks[1].attention.q_proj.weight.detach().numpy(), exact)
 
 
-def write(path: Any, architecture: str = "llama", **fields: Any) -> None:
+def write(path: Any, architecture: str = "llama", tokenizer: str = "gpt2", **fields: Any) -> None:
     """Write a file of one tensor, with metadata as given: ``a__b`` stands for ``a.b``."""
     writer = gguf.GGUFWriter(path, architecture)
     settings = {
@@ -65,7 +65,8 @@ def write(path: Any, architecture: str = "llama", **fields: Any) -> None:
             writer.add_string(dotted, value)
         elif value is not None:
             writer.add_uint32(dotted, value)
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(tokenizer)
+    writer.add_token_list(["a", "b"])
     writer.add_tensor("token_embd.weight", np.zeros((300, 16), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -85,7 +86,7 @@ def write(path: Any, architecture: str = "llama", **fields: Any) -> None:
         ({"attention__key_length": 8, "attention__value_length": 16}, "must be alike"),
         ({"rope__dimension_count": 4, "attention__key_length": 8}, "must be alike"),
         ({"embedding_length": 0}, "embedding_length = 0: should be greater than 0"),
-        ({}, "its tokenizer is 'gpt2', not sentencepiece's"),
+        ({"tokenizer": "llama"}, "its tokens, their types and their scores are not equally many"),
     ],
 )
 def test_what_cannot_be_imported_is_named(fields, said, tmp_path):
@@ -133,6 +134,14 @@ def test_a_type_that_cannot_be_read_is_named(save, tmp_path, monkeypatch):
     export(save(), tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up\.weight is of type Q4_0; only F32"):
         import_model(tmp_path / "m.gguf", tmp_path / "out")
+
+
+def test_another_tokenizer_is_left_behind(save, tmp_path, monkeypatch):
+    monkeypatch.setattr("minillama.interop.gguf.byte_pieces", lambda: ["<unk>", "<s>", "</s>", "a"])
+    export(save(tokenizer="byte"), tmp_path / "m.gguf")
+    assert "it knows ids only" in import_model(tmp_path / "m.gguf", tmp_path / "out")
+    model, tokenizer, config = load_checkpoint(tmp_path / "out")
+    assert (config.tokenizer.kind, tokenizer.vocab_size) == ("none", model.config.vocab_size)
 
 
 def test_no_such_file(tmp_path):

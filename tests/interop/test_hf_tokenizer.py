@@ -20,14 +20,15 @@ def write(tokenizer: Tokenizer, folder: Path) -> Any:
     """Write the files of ``tokenizer`` and let transformers open them."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    prefix = False
     if isinstance(tokenizer, ByteTokenizer):
-        content, texts, prefix = hf_tokenizer.byte_json(), hf_tokenizer.byte_pieces(), False
+        content = hf_tokenizer.byte_json()
     else:
         tokenizer.save(folder / "tokenizer.model")
         model = hf_tokenizer.exportable_pieces(folder / "tokenizer.model")
-        content = hf_tokenizer.sentencepiece_json(model, tokenizer.bos_id)
-        texts, prefix = [piece.text for piece in model.pieces], model.add_dummy_prefix
-    settings = hf_tokenizer.tokenizer_config(tokenizer, texts, 10_000, add_prefix_space=prefix)
+        content, prefix = hf_tokenizer.sentencepiece_json(model, 1), model.add_dummy_prefix
+    special = ("<unk>", "<s>", "</s>")
+    settings = hf_tokenizer.tokenizer_config(special, 10_000, add_prefix_space=prefix)
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return transformers.AutoTokenizer.from_pretrained(folder)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -12,6 +13,7 @@ from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 from minillama.errors import CheckpointError, ConfigError
 from minillama.evaluate import evaluate
 from minillama.generate import generate
+from minillama.interop.gguf import export as export_gguf
 from minillama.interop.huggingface import export, import_model
 from minillama.training.checkpoint import load_checkpoint
 
@@ -265,6 +267,52 @@ def test_a_byte_model_comes_back_as_one(save, tmp_path):
     export(save(tokenizer="byte"), tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "back")
     assert isinstance(load_checkpoint(tmp_path / "back")[1], ByteTokenizer)
+
+
+def test_a_model_without_a_tokenizer_knows_ids(tmp_path, bpe):
+    model, folder = theirs(tmp_path, bpe, "llama", vocab_size=64)
+    (folder / "tokenizer.model").unlink()
+    assert "it knows ids only" in import_model(folder, tmp_path / "ours")
+    ours, tokenizer, config = load_checkpoint(tmp_path / "ours")
+    assert (config.tokenizer.kind, tokenizer.vocab_size) == ("none", 64)
+    ids = random_ids(64, 1, 20)
+    torch.testing.assert_close(ours(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
+    export(tmp_path / "ours", tmp_path / "hf")
+    assert not list((tmp_path / "hf").glob("tokenizer*"))
+    import_model(tmp_path / "hf", tmp_path / "again")
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        export_gguf(tmp_path / "ours", tmp_path / "m.gguf")
+
+
+def test_another_tokenizer_json_goes_along_as_it_is(tmp_path, bpe, hard_texts):
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(["the cat sat on the mat"] * 9, 300, special_tokens=["<|end|>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+    _, folder = theirs(tmp_path, bpe, "qwen3")
+    (folder / "tokenizer.model").unlink()
+    fast.save_pretrained(folder)
+    assert "json tokenizer of" in import_model(folder, tmp_path / "ours")
+    _, ours, _ = load_checkpoint(tmp_path / "ours")
+    assert (ours.bos_id, ours.eos_id) == (0, 0)
+    export(tmp_path / "ours", tmp_path / "hf")
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert back.eos_token == "<|end|>"
+    for text in hard_texts:
+        expected = fast.encode(text)
+        assert ours.encode(text) == expected
+        assert back.encode(text, add_special_tokens=False) == expected
+    import_model(tmp_path / "hf", tmp_path / "again")
+    files = [tmp_path / name / "tokenizer.model" for name in ("ours", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    with pytest.raises(ConfigError, match=r"a tokenizer\.json from elsewhere"):
+        export_gguf(tmp_path / "ours", tmp_path / "m.gguf")
+
+
+def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path, bpe):
+    _, folder = theirs(tmp_path, bpe, "llama")
+    (folder / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # of tiktoken, as Llama 3 has it
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: not a sentencepiece model"):
+        import_model(folder, tmp_path / "ours")
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
