@@ -35,6 +35,7 @@ from minillama.reading import (
     Owned,
     Section,
     check,
+    dotted,
     dump_yaml,
     faults_of,
     override,
@@ -451,6 +452,11 @@ class TrainConfig(Section):
     keep_last: Positive = Field(2, description="newest checkpoints to keep, besides the best")
     log_every: Positive = Field(1, description="steps between training lines in metrics.jsonl")
     probe_every: NonNegative = Field(0, description="steps between probe lines; 0: none")
+    on_nonfinite: Literal["stop", "run_on"] = Field(
+        "stop",
+        description="at a loss or gradient that is not finite: stop before the update, or make it "
+        "and run on to the end; the run's fate is certain from there on",
+    )
     sample_prompt: str | None = Field(None, description="text to continue at the end of the run")
 
 
@@ -505,6 +511,11 @@ class RunnerConfig(Section):
         None, description="processes that train at once; default: one a core"
     )
     threads: Positive | None = Field(None, description="of each worker; default: cores / workers")
+    stop_hopeless: bool = Field(
+        True,
+        description="end a cell at its first value that is not finite, where its fate, diverged, "
+        "is certain; nothing less is, so nothing else is cut and no measure changes",
+    )
 
 
 class AblationConfig(Section):
@@ -728,6 +739,10 @@ def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationCo
     raw = read_yaml(path)
     if isinstance(raw.get("base"), str):
         raw = {**raw, "base": read_yaml(path.parent / raw["base"])}
+    if isinstance(raw.get("base"), dict) and isinstance(raw.get("overrides"), dict):
+        # Folded in first, so that `base.` on the command line has the last word.
+        changes = dict(dotted(raw["overrides"]))
+        raw = {**raw, "base": override(raw["base"], changes, OWNED_BY_KIND), "overrides": {}}
     owned = {f"base.{section}": keys for section, keys in OWNED_BY_KIND.items()}
     config = check(AblationConfig, override(raw, parse_overrides(overrides), owned), str(path))
     return config.model_copy(update={"out_dir": config.out_dir or f"runs/{config.name}"})

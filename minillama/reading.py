@@ -185,6 +185,15 @@ def override(
     return out
 
 
+def dotted(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings by their dotted names."""
+    for name, value in overrides.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def json_copy(value: Any) -> Any:
     """Copy nested mappings and lists of plain data."""
     if isinstance(value, Mapping):

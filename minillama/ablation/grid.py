@@ -14,11 +14,12 @@ from typing import Any
 
 from minillama.config import OWNED_BY_KIND, AblationConfig, RunConfig, parse_run
 from minillama.errors import ConfigError, Fault
-from minillama.reading import override, read_yaml
+from minillama.reading import dotted, override, read_yaml
 
 SET_BY_GRID = {
     "optim.lr": "lr",
     "train.seed": "seeds",
+    "train.on_nonfinite": "runner.stop_hopeless",
     "name": "the grid",
     "out_dir": "the grid",
 }
@@ -128,13 +129,14 @@ def cells(config: AblationConfig) -> list[Cell]:
 
 
 def _cells_of(arm: str, run: RunConfig, config: AblationConfig, root: Path) -> Iterator[Cell]:
+    on_nonfinite = "stop" if config.runner.stop_hopeless else "run_on"
     for lr, seed in itertools.product(config.lr, config.seeds):
         cell = run.model_copy(
             update={
                 "name": f"{arm}-lr-{lr:g}-seed-{seed}",
                 "out_dir": str(root / cell_path(arm, lr, seed)),
                 "optim": run.optim.model_copy(update={"lr": lr}),
-                "train": run.train.model_copy(update={"seed": seed}),
+                "train": run.train.model_copy(update={"seed": seed, "on_nonfinite": on_nonfinite}),
             }
         )
         yield Cell(arm, lr, seed, cell)
@@ -153,15 +155,6 @@ def _forbidden(arm: Arm) -> list[Fault]:
         for name, by in SET_BY_GRID.items()
         if name in arm.overrides
     ]
-
-
-def dotted(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings by their dotted names."""
-    for name, value in overrides.items():
-        if isinstance(value, Mapping) and value:
-            yield from dotted(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _label(value: Any) -> str:

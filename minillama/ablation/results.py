@@ -209,14 +209,18 @@ def read_curves(path: Path) -> Curves:
 
 def row_of(run: Run, root: Path) -> dict[str, Any]:
     """Return a run's line of ``cells.csv``; what is not known is None."""
-    gradients = gradient_figures(run.curves.grad_norm, run.curves.clipped.tolist())
+    curves = run.curves
+    # What follows the first value that is not finite says nothing: the weights are not numbers.
+    (lost,) = np.nonzero(~np.isfinite(curves.loss + curves.grad_norm))
+    told = slice(int(lost[0]) + 1 if len(lost) else None)
+    gradients = gradient_figures(curves.grad_norm[told], curves.clipped[told].tolist())
     known = {
         "arm": run.arm,
         "lr": run.lr,
         "seed": run.seed,
         "fate": run.fate,
         "run_dir": run.folder.relative_to(root).as_posix(),
-        "spike_score": spike_score(run.curves.loss, run.curves.grad_norm),
+        "spike_score": spike_score(curves.loss[told], curves.grad_norm[told]),
         "grad_norm_max": gradients.max,
         "grad_norm_p99": gradients.p99,
         "clipped_share": gradients.clipped_share,

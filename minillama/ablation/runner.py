@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from minillama.ablation.display import Display
 from minillama.ablation.estimate import TIMED_STEPS, estimate
-from minillama.ablation.grid import Cell, cells, dotted
+from minillama.ablation.grid import Cell, cells
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.table import CellTable, is_finished
 from minillama.config import AblationConfig, parse_run, to_yaml
@@ -30,12 +30,12 @@ from minillama.errors import (
     MinillamaError,
     RunFolderError,
 )
-from minillama.reading import read_yaml
+from minillama.reading import dotted, read_yaml
 from minillama.training.device import pick_device
 from minillama.training.durable import write_whole, writing
 from minillama.training.interrupt import StopSignal
 
-UNCOUNTED = ("name", "out_dir", "loggers")
+UNCOUNTED = ("name", "out_dir", "loggers", "train.on_nonfinite")
 """Fields of a run that do not decide its numbers."""
 
 _POLL = 0.3  # seconds between looks at how far the running cells are

@@ -151,6 +151,7 @@ class Trainer:
             "n_params": sum(p.numel() for p in self.parameters),
             "n_norm_params": sum(p.numel() for p in norms.values()),
             "unigram_entropy": prepared.meta.unigram_entropy,
+            "n_val_tokens": prepared.meta.n_val_tokens,
             "weights_hash": hash_tensors(matrices),
             "data_hash": batches.hash,
             "device": describe_device(self.device),
@@ -205,7 +206,8 @@ class Trainer:
         norm = clip_gradients(self.parameters, config.optim.grad_clip)
         lr = learning_rate(step, config.optim, config.train.steps)
         finite = math.isfinite(loss) and math.isfinite(norm)
-        if finite:
+        stops = not finite and config.train.on_nonfinite == "stop"
+        if not stops:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -219,11 +221,11 @@ class Trainer:
             "tokens": progress.tokens,
             "tokens_per_s": self._speed(count, time.perf_counter() - started),
         }
-        if not finite or step % config.train.log_every == 0 or step == config.train.steps:
+        if stops or step % config.train.log_every == 0 or step == config.train.steps:
             progress.logged(loss)
             self._write(line)
             self._since_logged = [0, 0.0]
-        if not finite:
+        if stops:
             what = "gradient norm" if math.isfinite(loss) else "loss"
             self._diverged(f"the {what} of step {step} is not finite, so it was not made")
         if probe is not None:

@@ -131,6 +131,22 @@ def test_every_cell_ends_in_a_row_whatever_becomes_of_it(
     assert load_ablation(folder / "ablation.yaml").lr == [1e-3, 1e30]
 
 
+def test_stopping_hopeless_cells_saves_steps_and_changes_no_measure(
+    ablation: Any, tmp_path: Path
+) -> None:
+    tables = []
+    for stops in (True, False):
+        config = ablation(arms={"rms": {}}, lr=[1e-3, 1e30], out_dir=str(tmp_path / f"{stops}"))
+        runner = config.runner.model_copy(update={"stop_hopeless": stops})
+        tables.append(rows(run(config.model_copy(update={"runner": runner}))))
+    cut, whole = tables
+    assert int(cut[1]["steps"]) < int(whole[1]["steps"]) == int(whole[0]["steps"]) == 4
+    same = ("arm", "lr", "seed", "fate", "val_loss", "best_val_loss", "spike_score")
+    same += ("grad_norm_max", "grad_norm_p99", "clipped_share", "init_val_loss")
+    for one, other in zip(cut, whole, strict=True):
+        assert {key: one[key] for key in same} == {key: other[key] for key in same}
+
+
 def test_if_every_cell_crashes_the_first_fault_is_told(ablation: Any) -> None:
     with pytest.raises(MinillamaError, match=r"every cell crashed.*this norm cannot.*log\.txt"):
         run(ablation(arms={"rms": {"model.norm.kind": "faulty"}}), progress=False)
