@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,20 @@ try:
     import tokenizers
 except ImportError:  # the extra `hf`, which only such a model needs
     tokenizers = None  # type: ignore[assignment]
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn whatever ``tokenizers`` raises into one line.
+
+    It raises plain exceptions, and where its own code fails a panic, which is no Exception.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"{what}: {error}") from None
 
 
 class JsonTokenizer:
@@ -37,7 +52,7 @@ class JsonTokenizer:
                 "pip install 'minillama[hf]'"
             )
         self._content = content
-        try:
+        with _explained("not a tokenizer.json that tokenizers opens"):
             raw = json.loads(content)
             self.raw: dict[str, Any] = raw["tokenizer"]
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self.raw))
@@ -46,8 +61,6 @@ class JsonTokenizer:
             self.unk_id, self.bos_id, self.eos_id = (
                 int(raw[key]) for key in ("unk_id", "bos_id", "eos_id")
             )
-        except Exception as error:  # tokenizers raises plain ones
-            raise TokenizerError(f"not a tokenizer.json that tokenizers opens: {error}") from None
         if not all(0 <= i < self.vocab_size for i in (self.unk_id, self.bos_id, self.eos_id)):
             raise TokenizerError("a special id of the tokenizer.json is beyond its vocabulary")
         self._tokenizer.no_truncation()
@@ -92,10 +105,9 @@ class JsonTokenizer:
 
     def encode_parts(self, text: str) -> Iterator[list[int]]:
         """Yield the ids of ``text``, all at once: where it may be cut is not known."""
-        try:
-            yield self._tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # tokenizers raises plain ones
-            raise TokenizerError(f"the text cannot be encoded: {error}") from None
+        with _explained("the text cannot be encoded"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        yield ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids`` without special ones.
