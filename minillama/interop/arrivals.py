@@ -13,6 +13,7 @@ from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError
 from minillama.interop.architectures import Architecture
+from minillama.model.sizes import absurd_sizes
 from minillama.model.transformer import Transformer
 from minillama.training.checkpoint import save_checkpoint
 from minillama.training.durable import writing
@@ -24,10 +25,6 @@ KINDS: dict[type, str] = {
     NoTokenizer: "none",
 }
 """What a config calls a tokenizer, ``tokenizer.kind``."""
-
-_MAX_ROTATIONS = 1 << 26
-"""Most entries of the table of rotations, max_seq_len · head_dim: 256 MiB."""
-_MAX_SIZE = 1 << 24
 
 
 def claim(out: Path) -> None:
@@ -54,19 +51,7 @@ def shapes_of(config: ModelConfig, n_tensors: int, where: Path) -> dict[str, tup
     Raises:
         CheckpointError: a size is absurd; all of them are named, and ``where`` they stand.
     """
-    sizes = [*config, *(config.rope_scaling or ())]
-    faults = [
-        f"{name} = {size} is beyond the size of any model"
-        for name, size in sizes
-        if isinstance(size, int) and size > _MAX_SIZE
-    ]
-    if config.n_layers > n_tensors:
-        faults.append(f"{config.n_layers} layers cannot be in {n_tensors} tensors")
-    if config.max_seq_len * config.head_dim > _MAX_ROTATIONS:
-        faults.append(
-            f"a context of {config.max_seq_len} needs too large a table of rotations; lower it to "
-            f"{_MAX_ROTATIONS // config.head_dim} or less"
-        )
+    faults = absurd_sizes(config, n_tensors)
     if faults:
         raise CheckpointError(f"{where}: {'; '.join(faults)}")
     with torch.device("meta"):

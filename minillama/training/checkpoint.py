@@ -36,6 +36,7 @@ from minillama.checkpoint_folders import (
 from minillama.config import RunConfig, load_plugins_of
 from minillama.data.tokenizer import Tokenizer, load_tokenizer
 from minillama.errors import CheckpointError, ConfigError, MinillamaError
+from minillama.model.sizes import absurd_sizes, misfits
 from minillama.model.transformer import Transformer, is_norm_parameter
 from minillama.reading import check
 from minillama.training.device import pick_device
@@ -125,6 +126,9 @@ def load_checkpoint(
     target = pick_device(str(device))
     try:
         config, weights, tokenizer = _read(folder)
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        faults = absurd_sizes(config.model, len(weights)) or misfits(config.model, shapes)
+        _refuse(faults, folder)  # before memory is asked for
         model = Transformer(config.model)
         load_weights(model, weights, folder)
     except CheckpointError as error:
@@ -146,11 +150,16 @@ def load_weights(model: Transformer, weights: Mapping[str, Tensor], folder: Path
         for name, tensor in own.items()
         if name in weights and weights[name].shape != tensor.shape
     ]
+    _refuse(faults, folder)
+    model.load_state_dict(dict(weights))
+
+
+def _refuse(faults: list[str], folder: Path) -> None:
+    """Raise a CheckpointError that lists what does not fit, if there is anything."""
     if faults:
         more = f" and {len(faults) - 6} more" if len(faults) > 6 else ""
         listed = "; ".join(faults[:6]) + more
         raise CheckpointError(f"{folder / WEIGHTS} does not fit the config: {listed}")
-    model.load_state_dict(dict(weights))
 
 
 QK_NORMS = ("q_norm", "k_norm")

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from minillama.errors import CheckpointError, MinillamaError
 from minillama.interop import gguf_import, huggingface
 from minillama.interop.gguf import export as export_gguf
+from minillama.training.checkpoint import load_checkpoint
 
 SEEDS = range(50)
 ABSURD = (
@@ -214,6 +215,19 @@ def test_absurd_sizes_cost_nothing(change, said, hf):
 
     with bounded(seconds=2, mib=50), pytest.raises(CheckpointError, match=said):
         import_copy(hf, enlarge)()
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_seq_len": 10**9}, {"dim": 1 << 22}, {"n_layers": 10**5}, {"vocab_size": 10**9}]
+)
+def test_a_checkpoint_that_lies_costs_nothing(change, save):
+    folder = save()
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")  # no checksums
+    raw = json.loads((folder / "config.json").read_text())
+    raw["model"] |= change
+    (folder / "config.json").write_text(json.dumps(raw))
+    with bounded(seconds=2, mib=50), pytest.raises(CheckpointError, match="does not fit"):
+        load_checkpoint(folder)
 
 
 def test_a_huge_json_is_not_read(hf, monkeypatch):
