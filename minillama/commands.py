@@ -107,6 +107,11 @@ def write_text(
     model, tokenizer, _ = load_checkpoint(checkpoint)
     prompt_ids = tokenizer.encode(prompt, bos=True)
     new_ids: list[int] = []
+
+    def known(ids: list[int]) -> list[int]:
+        # A model brought in may have a larger vocabulary than its tokenizer.
+        return [i for i in ids if i < tokenizer.vocab_size]
+
     shown = tokenizer.decode(prompt_ids)
     sys.stdout.write(shown)
     started = time.perf_counter()
@@ -115,14 +120,14 @@ def write_text(
     )
     for token in ids:
         new_ids.append(token)
-        text = tokenizer.decode(prompt_ids + new_ids)
+        text = tokenizer.decode(known(prompt_ids + new_ids))
         if not text.endswith(
             "\N{REPLACEMENT CHARACTER}"
         ):  # the bytes of a character are not all here
             sys.stdout.write(text[len(shown) :])
             sys.stdout.flush()
             shown = text
-    sys.stdout.write(tokenizer.decode(prompt_ids + new_ids)[len(shown) :] + "\n")
+    sys.stdout.write(tokenizer.decode(known(prompt_ids + new_ids))[len(shown) :] + "\n")
     sys.stdout.flush()
     seconds = time.perf_counter() - started
     print(

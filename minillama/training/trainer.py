@@ -302,7 +302,10 @@ class Trainer:
         assert progress.init_val_loss is not None
         self._tick()
         sample = None if prompt is None else self._sample(prompt)
-        judged = fate(progress.val_loss, progress.init_val_loss, self.prepared.meta.unigram_entropy)
+        start = progress.init_val_loss
+        if self.config.init_from is not None:  # it began trained: no better is not diverged
+            start = max(start, math.log(self.config.model.vocab_size))
+        judged = fate(progress.val_loss, start, self.prepared.meta.unigram_entropy)
         summary = self._summary(judged, sample)
         with self.folder.writing():
             self.folder.write_summary(summary)
@@ -321,7 +324,7 @@ class Trainer:
                 seed=self.config.train.seed,
                 stop_ids=(tokenizer.eos_id,),
             )
-        return tokenizer.decode(ids)
+        return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)
 
     # --------------------------------------------------------------------------- save and go on
 

@@ -125,3 +125,13 @@ def test_other_weights_that_do_not_fit_are_refused_by_name(parent):
     wider = Transformer(config.model_copy(update={"ffn_dim": 64}))
     with pytest.raises(CheckpointError, match=r"mlp.gate_proj.weight"):
         initialise_from(wider, parent)
+
+
+def test_a_child_that_is_no_better_than_its_parent_has_not_diverged(write, tmp_path):
+    lines = f"model: {MODEL}\ntokenizer: {{kind: byte}}\n"
+    good = train(write(lines, "good", "train.steps=60", "optim.lr=0.01"), progress=False)
+    assert good["fate"] == "ok"
+    config = write(f"init_from: {tmp_path / 'good'}\n", "worse", "optim.lr=0.03")
+    summary = train(config, progress=False)
+    assert summary["val_loss"] > summary["init_val_loss"]
+    assert summary["fate"] == "ok"
