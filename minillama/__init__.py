@@ -11,12 +11,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minillama.config import ModelConfig, NormConfig, RunConfig, load_config
+    from minillama.config import ModelConfig, RunConfig, load_config
     from minillama.errors import MinillamaError
     from minillama.evaluate import evaluate
     from minillama.generate import generate
     from minillama.model.norms import LayerNorm, RMSNorm, build_norm, register_norm
     from minillama.model.transformer import Transformer
+    from minillama.norm_config import NormConfig
     from minillama.training.checkpoint import load_checkpoint
     from minillama.training.trainer import train
 
@@ -24,7 +25,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "ModelConfig": "config",
-    "NormConfig": "config",
+    "NormConfig": "norm_config",
     "RunConfig": "config",
     "load_config": "config",
     "MinillamaError": "errors",

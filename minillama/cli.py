@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minillama import __version__
-from minillama.config import json_schema, load_ablation, load_config, to_yaml
+from minillama.ablation_config import load_ablation
+from minillama.config import json_schema, load_config, to_yaml
 from minillama.errors import ConfigError, MinillamaError
 
 EPILOG = "exit status: 0 good; 2 your config or arguments; 3 training diverged; 130 interrupted"

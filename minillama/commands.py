@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from minillama.config import NORM_KINDS, FilesSource, RunConfig
+from minillama.config import FilesSource, RunConfig
 from minillama.data.prepare import prepare
 from minillama.data.sources import open_documents
 from minillama.data.tokenizer import Tokenizer
@@ -22,6 +22,7 @@ from minillama.generate import stream
 from minillama.model.convert import layernorm_to_rmsnorm
 from minillama.model.norms import NORMS
 from minillama.model.placement import PLACEMENTS
+from minillama.norm_config import NORM_KINDS
 from minillama.plugins import load_plugins
 from minillama.registry import unknown_name
 from minillama.training.checkpoint import load_checkpoint, save_checkpoint

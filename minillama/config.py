@@ -1,4 +1,4 @@
-"""The config: every field, its default, its rule; read from YAML, overridden by dotted names.
+"""The config of a run: every field, its default, its rule; from YAML, overridden by dotted names.
 
     file.yaml ──read──▶ mapping ──overrides──▶ mapping ──check──▶ RunConfig ──resolve──▶ RunConfig
 
@@ -18,168 +18,41 @@ from typing import Annotated, Any, Literal
 
 import sentencepiece
 from pydantic import (
-    BaseModel,
     Field,
     StringConstraints,
-    ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from minillama.checkpoint_folders import CONFIG, TOKENIZER, resolve_checkpoint
 from minillama.errors import ConfigError, Fault
+from minillama.fields import (
+    Beta,
+    Factor,
+    Name,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Seed,
+)
+from minillama.norm_config import NormConfig
 from minillama.plugins import load_plugins
 from minillama.reading import (
     NotBool,
     Owned,
     Section,
     check,
-    dotted,
     dump_yaml,
-    faults_of,
     override,
     parse_overrides,
     read_yaml,
     refuse,
 )
-from minillama.registry import Registry, unknown_name
 
 BYTE_VOCAB_SIZE = 259  # unk, bos, eos and the 256 bytes
 MIN_BPE_VOCAB_SIZE = 270  # unk, bos, eos, the 256 bytes and a little to learn
 DEFAULT_BPE_VOCAB_SIZE = 512
-
-Positive = Annotated[int, NotBool, Field(gt=0)]
-NonNegative = Annotated[int, NotBool, Field(ge=0)]
-Seed = Annotated[int, NotBool, Field(ge=0, lt=2**63)]  # what a torch.Generator takes
-PositiveFloat = Annotated[float, NotBool, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, NotBool, Field(ge=0, allow_inf_nan=False)]
-Factor = Annotated[float, NotBool, Field(ge=1, allow_inf_nan=False)]
-Beta = Annotated[float, NotBool, Field(ge=0, lt=1)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$")]
-
-
-# ---------------------------------------------------------------------------------------- norms
-
-
-class RMSNormOptions(Section):
-    """Options of ``kind: rmsnorm``; see :class:`minillama.model.norms.RMSNorm`."""
-
-    affine: bool = Field(True, description="learn a gain γ")
-    unit_offset: bool = Field(False, description="gain is 1 + w with w starting at 0 (Gemma)")
-    partial: Annotated[float, NotBool, Field(gt=0, le=1)] = Field(
-        1.0, description="share of features the rms is taken from"
-    )
-    bias: bool = Field(False, description="learn a shift β as well; has no effect without affine")
-
-    @model_validator(mode="after")
-    def _check(self) -> RMSNormOptions:
-        if self.unit_offset and not self.affine:
-            refuse([Fault("unit_offset", True, "needs affine: true, since it is about the gain")])
-        return self
-
-
-class LayerNormOptions(Section):
-    """Options of ``kind: layernorm``; see :class:`minillama.model.norms.LayerNorm`."""
-
-    affine: bool = Field(True, description="learn a gain γ (and, with bias, a shift β)")
-    bias: bool = Field(True, description="learn a shift β; has no effect without affine")
-
-
-class NoOptions(Section):
-    """Options of a kind that has none."""
-
-
-class DyTOptions(Section):
-    """Options of ``kind: dyt``; see :class:`minillama.model.norms.DyT`."""
-
-    alpha: PositiveFloat = Field(0.5, description="α at the start")
-    alpha_attention: PositiveFloat | None = Field(
-        None, description="α at the start where the norm is attention's; default: alpha"
-    )
-    bias: bool = Field(True, description="learn a shift β")
-
-
-class DerfOptions(Section):
-    """Options of ``kind: derf``; see :class:`minillama.model.norms.Derf`."""
-
-    alpha: PositiveFloat = Field(0.5, description="α at the start")
-    bias: bool = Field(True, description="learn a shift β")
-
-
-NORM_KINDS: Registry[type[BaseModel]] = Registry("norm kind")
-"""Each kind's options.  ``minillama.model.norms`` builds the kinds; plugins add to both."""
-NORM_KINDS.register("rmsnorm", RMSNormOptions)
-NORM_KINDS.register("layernorm", LayerNormOptions)
-NORM_KINDS.register("scalenorm", NoOptions)
-NORM_KINDS.register("l2norm", NoOptions)
-NORM_KINDS.register("dyt", DyTOptions)
-NORM_KINDS.register("derf", DerfOptions)
-NORM_KINDS.register("none", NoOptions)
-
-PLACEMENTS: Registry[str] = Registry("norm placement")
-"""Each placement's formula.  ``minillama.model.placement`` holds the table itself."""
-PLACEMENTS.register("pre", "x + f(N(x))")
-PLACEMENTS.register("post", "N(x + f(x))")
-PLACEMENTS.register("reordered", "x + N(f(x))")
-PLACEMENTS.register("peri", "x + N(f(N(x)))")
-PLACEMENTS.register("scaled", "x + f(N(x) / √ℓ), ℓ the layer from 1")
-PLACEMENTS.register("deepnorm", "N((2L)^¼ · x + f(x)), L the number of layers")
-PLACEMENTS.register("rezero", "x + a · f(x), a learned, 0 at the start")
-PLACEMENTS.register("mix", "the first ⌊L/4⌋ layers post, the others pre")
-PLACEMENTS.register("hybrid", "y = x + attention of normed q, k, v; N(y) + mlp(N(y))")
-
-
-class NormConfig(Section):
-    """Which norm, and where it stands."""
-
-    kind: str = Field("rmsnorm", description="a registered norm kind; `minillama norms` lists them")
-    eps: NonNegativeFloat = Field(1e-6, description="ε, added inside the root")
-    placement: str = Field("pre", description="where the norm stands around each sub-layer")
-    qk_norm: Literal["none", "head", "full"] = Field(
-        "none", description="RMSNorm of queries and keys before RoPE: per head, or over all heads"
-    )
-    embed_norm: bool = Field(False, description="a norm after the embedding")
-    final_norm: bool | None = Field(
-        None, description="a norm before the head; default: as the placement has it"
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="the options of this kind of norm"
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> NormConfig:
-        if self.placement == "hybrid" and self.qk_norm != "none":
-            rule = "the hybrid placement norms q, k and v itself; leave this at none"
-            refuse([Fault("qk_norm", self.qk_norm, rule, "placement")])
-        return self
-
-    @field_validator("kind")
-    @classmethod
-    def _known_kind(cls, kind: str) -> str:
-        if kind not in NORM_KINDS:
-            raise ValueError(unknown_name(NORM_KINDS.what, kind, NORM_KINDS))
-        return kind
-
-    @field_validator("placement")
-    @classmethod
-    def _known_placement(cls, placement: str) -> str:
-        if placement not in PLACEMENTS:
-            raise ValueError(unknown_name(PLACEMENTS.what, placement, PLACEMENTS))
-        return placement
-
-    @field_validator("options")
-    @classmethod
-    def _options_of_kind(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        if "kind" not in info.data:  # the kind itself is at fault, and is reported
-            return options
-        model = NORM_KINDS.get(info.data["kind"])
-        try:
-            return model(**options).model_dump()
-        except ValidationError as error:
-            refuse(faults_of(error, model))
-        raise AssertionError("unreachable")
-
 
 # ---------------------------------------------------------------------------------------- model
 
@@ -500,75 +373,6 @@ class RunConfig(Section):
         return self
 
 
-# ------------------------------------------------------------------------------------- ablation
-
-
-class RunnerConfig(Section):
-    """How the cells of an ablation are spread over the machine."""
-
-    kind: Literal["local"] = "local"
-    workers: Positive | None = Field(
-        None, description="processes that train at once; default: one a core"
-    )
-    threads: Positive | None = Field(None, description="of each worker; default: cores / workers")
-    stop_hopeless: bool = Field(
-        True,
-        description="end a cell at its first value that is not finite, where its fate, diverged, "
-        "is certain; nothing less is, so nothing else is cut and no measure changes",
-    )
-
-
-class AblationConfig(Section):
-    """A grid of runs: arms × learning rates × seeds."""
-
-    name: Name = "ablation"
-    out_dir: str | None = Field(None, description="the ablation's folder; default: runs/NAME")
-    base: str | dict[str, Any] = Field(
-        description="the run config that every cell starts from: a file, seen from this one, or a "
-        "mapping"
-    )
-    overrides: dict[str, Any] = Field(
-        default_factory=dict, description="overrides of the base for every cell, by dotted name"
-    )
-    arms: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)] = Field(
-        description="each arm's overrides, by dotted name"
-    )
-    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(
-        default_factory=dict,
-        description="dotted names and their values; every arm is run with every combination",
-    )
-    baseline: str = Field(description="the arm that the others are compared with")
-    lr: Annotated[list[PositiveFloat], Field(min_length=1)]
-    seeds: list[Seed] = Field([0], min_length=1)
-    margin: PositiveFloat = Field(
-        0.02, description="nats within which two losses count as the same (equivalence test)"
-    )
-    runner: RunnerConfig = RunnerConfig()
-
-    @field_validator("arms", mode="before")
-    @classmethod
-    def _empty_arm(cls, arms: Any) -> Any:
-        if not isinstance(arms, dict):
-            return arms
-        return {name: {} if arm is None else arm for name, arm in arms.items()}
-
-    @model_validator(mode="after")
-    def _check(self) -> AblationConfig:
-        faults = []
-        if self.baseline not in self.arms:
-            faults.append(
-                Fault("baseline", self.baseline, unknown_name("arm", self.baseline, self.arms))
-            )
-        lists: dict[str, list[Any]] = {"lr": self.lr, "seeds": self.seeds}
-        lists |= {f"axes.{name}": values for name, values in self.axes.items()}
-        for path, values in lists.items():
-            names = [f"{value:g}" if path == "lr" else repr(value) for value in values]
-            if len(set(names)) < len(names):
-                faults.append(Fault(path, values, "names a value twice"))
-        refuse(faults)
-        return self
-
-
 # ------------------------------------------------------------------------------------ load, resolve
 
 OWNED_BY_KIND = {
@@ -724,28 +528,6 @@ def _sentencepiece_size(path: str, where: str) -> int:
     except (OSError, RuntimeError):
         rule = "is not a sentencepiece model file" if Path(path).is_file() else "no such file"
         raise ConfigError.of_faults(where, [Fault("tokenizer.path", path, rule)]) from None
-
-
-def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationConfig:
-    """Read an ablation config; ``base.`` in an override leads into the run config it starts from.
-
-    In the result ``base`` is a mapping, whatever the file had, so that it stands on its own.
-
-    Raises:
-        ConfigError: the file, an override or any entry of the grid itself is wrong.  The runs are
-            checked by :func:`minillama.ablation.grid.cells`.
-    """
-    path = Path(path)
-    raw = read_yaml(path)
-    if isinstance(raw.get("base"), str):
-        raw = {**raw, "base": read_yaml(path.parent / raw["base"])}
-    if isinstance(raw.get("base"), dict) and isinstance(raw.get("overrides"), dict):
-        # Folded in first, so that `base.` on the command line has the last word.
-        changes = dict(dotted(raw["overrides"]))
-        raw = {**raw, "base": override(raw["base"], changes, OWNED_BY_KIND), "overrides": {}}
-    owned = {f"base.{section}": keys for section, keys in OWNED_BY_KIND.items()}
-    config = check(AblationConfig, override(raw, parse_overrides(overrides), owned), str(path))
-    return config.model_copy(update={"out_dir": config.out_dir or f"runs/{config.name}"})
 
 
 def to_yaml(config: Section) -> str:

@@ -138,7 +138,9 @@ class Sampler:
         temperature = min(max(self.temperature, limits.tiny), limits.max)
         p_BV = ((logits_BV - logits_BV.amax(-1, keepdim=True)) / temperature).softmax(-1)
         if self.top_p is not None and self.top_p < 1:
-            sorted_p, order = p_BV.sort(dim=-1, descending=True, stable=True)
+            # By logits, which tell apart what rounds to the same probability.
+            order = logits_BV.sort(dim=-1, descending=True, stable=True).indices
+            sorted_p = p_BV.gather(-1, order)
             before = sorted_p.cumsum(-1) - sorted_p
             cut = torch.zeros_like(p_BV).scatter(-1, order, sorted_p * (before < self.top_p))
             p_BV = cut / cut.sum(-1, keepdim=True)

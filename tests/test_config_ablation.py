@@ -2,7 +2,8 @@
 
 import pytest
 
-from minillama.config import AblationConfig, load_ablation, parse_run, to_yaml
+from minillama.ablation_config import AblationConfig, load_ablation
+from minillama.config import parse_run, to_yaml
 from minillama.errors import ConfigError
 
 

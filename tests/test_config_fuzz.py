@@ -5,16 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillama import reading
-from minillama.config import (
-    OWNED_BY_KIND,
-    AblationConfig,
-    RunConfig,
-    load_ablation,
-    load_config,
-    parse_run,
-    resolve,
-    to_yaml,
-)
+from minillama.ablation_config import AblationConfig, load_ablation
+from minillama.config import OWNED_BY_KIND, RunConfig, load_config, parse_run, resolve, to_yaml
 from minillama.errors import ConfigError
 
 even = st.integers(1, 8).map(lambda n: 2 * n)

@@ -386,3 +386,10 @@ def test_a_model_whose_logits_are_not_finite_is_refused(temperature):
     model.lm_head.weight.data[2, 3] = math.nan
     with pytest.raises(MinillamaError, match="logits are not finite"):
         generate(model, PROMPT, 3, temperature=temperature)
+
+
+def test_top_p_ranks_by_logits_where_probabilities_round_to_the_same():
+    tiny = 1.401298464324817e-45  # the smallest float32 above 0
+    for logits, likeliest in (([-tiny, 0.0], 1), ([0.0, -tiny, 0.0], 0), ([0.0, tiny], 1)):
+        p = Sampler(1, top_p=0.3).probabilities(torch.tensor([logits]))[0]
+        assert p.tolist() == [float(i == likeliest) for i in range(len(logits))]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minillama.config import OWNED_BY_KIND, AblationConfig, RunConfig, parse_run
+from minillama.ablation_config import AblationConfig
+from minillama.config import OWNED_BY_KIND, RunConfig, parse_run
 from minillama.errors import ConfigError, Fault
 from minillama.reading import dotted, override, read_yaml
 

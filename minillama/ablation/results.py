@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from minillama.ablation.grid import arms as arms_of
 from minillama.ablation.grid import cell_path
 from minillama.ablation.measures import gradient_figures, spike_score
-from minillama.config import load_ablation
+from minillama.ablation_config import load_ablation
 from minillama.errors import ConfigError, RunFolderError
 from minillama.reading import read_yaml
 from minillama.training.loggers import read_metrics

@@ -22,7 +22,8 @@ from minillama.ablation.estimate import TIMED_STEPS, estimate
 from minillama.ablation.grid import Cell, cells
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.table import CellTable, is_finished
-from minillama.config import AblationConfig, parse_run, to_yaml
+from minillama.ablation_config import AblationConfig
+from minillama.config import parse_run, to_yaml
 from minillama.data.prepare import prepare
 from minillama.errors import (
     ConfigError,

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minillama.config import ModelConfig, NormConfig
+from minillama.config import ModelConfig
 from minillama.errors import ConfigError, Fault
 from minillama.model.transformer import Transformer
+from minillama.norm_config import NormConfig
 
 _READ_ONLY_PLACEMENTS = ("pre", "scaled")
 """Placements whose norms only read the stream: what they put out is not written back to it."""

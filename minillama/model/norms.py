@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from pydantic import BaseModel, create_model
 from torch import Tensor, nn
 
-from minillama.config import NORM_KINDS, NormConfig
 from minillama.model.kernels import rms_norm
+from minillama.norm_config import NORM_KINDS, NormConfig
 from minillama.reading import Section
 from minillama.registry import Registry
 

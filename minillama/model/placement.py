@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minillama import config
+from minillama import norm_config
 from minillama.registry import Registry
 
 
@@ -64,7 +64,7 @@ class Placement:
     init_divisor: Callable[[int], float] = lambda n_layers: 1.0
 
 
-PLACEMENTS: Registry[Placement] = Registry(config.PLACEMENTS.what)
+PLACEMENTS: Registry[Placement] = Registry(norm_config.PLACEMENTS.what)
 
 
 def register_placement(name: str, placement: Placement) -> None:
@@ -74,8 +74,8 @@ def register_placement(name: str, placement: Placement) -> None:
         ConfigError: the name is taken.
     """
     PLACEMENTS.register(name, placement)
-    if name not in config.PLACEMENTS:
-        config.PLACEMENTS.register(name, placement.formula)
+    if name not in norm_config.PLACEMENTS:
+        norm_config.PLACEMENTS.register(name, placement.formula)
 
 
 def _everywhere(slots: Slots) -> Callable[[int, int], Slots]:
@@ -94,7 +94,7 @@ def _row(
     init_divisor: Callable[[int], float] = lambda n_layers: 1.0,
 ) -> None:
     by_layer = _everywhere(slots) if isinstance(slots, Slots) else slots
-    formula = config.PLACEMENTS.get(name)
+    formula = norm_config.PLACEMENTS.get(name)
     register_placement(name, Placement(formula, source, by_layer, final_norm, init_divisor))
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from minillama.ablation.grid import cells
-from minillama.config import load_ablation
+from minillama.ablation_config import load_ablation
 from minillama.reading import read_yaml
 
 FOLDER = Path(__file__).parents[2] / "configs/ablations"

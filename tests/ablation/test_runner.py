@@ -16,7 +16,8 @@ from filelock import FileLock
 from minillama.ablation.grid import cells
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.runner import dry_run, run
-from minillama.config import AblationConfig, load_ablation, to_yaml
+from minillama.ablation_config import AblationConfig, load_ablation
+from minillama.config import to_yaml
 from minillama.errors import ConfigError, MinillamaError, RunFolderError
 
 PLUGIN = '''

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import minillama
-from minillama.config import NORM_KINDS, NormConfig, load_config
+from minillama.config import load_config
 from minillama.errors import ConfigError, UnknownNameError
 from minillama.generate import generate
 from minillama.model.norms import NORMS, NoNorm, RMSNorm, build_norm, register_norm
 from minillama.model.transformer import Transformer
+from minillama.norm_config import NORM_KINDS, NormConfig
 
 KINDS = ["derf", "dyt", "l2norm", "layernorm", "none", "rmsnorm", "scalenorm"]
 

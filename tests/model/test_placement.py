@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from minillama import config as config_module
-from minillama.config import ModelConfig, NormConfig, load_config
+from minillama import norm_config
+from minillama.config import ModelConfig, load_config
 from minillama.errors import ConfigError
 from minillama.model.placement import PLACEMENTS, Placement, Slots, register_placement
 from minillama.model.transformer import Transformer
+from minillama.norm_config import NormConfig
 
 LAYERS = 5  # ⌊5 / 4⌋ = 1, so that mix has layers of both sorts
 ROWS = ["deepnorm", "hybrid", "mix", "peri", "post", "pre", "reordered", "rezero", "scaled"]
@@ -120,12 +121,12 @@ def test_the_residual_stream_follows_the_formula(formula):
 
 
 def test_every_row_has_its_formula_here_and_in_the_config():
-    assert PLACEMENTS.names() == config_module.PLACEMENTS.names()
+    assert PLACEMENTS.names() == norm_config.PLACEMENTS.names()
     assert set(ROWS) <= set(PLACEMENTS)  # a test of plugins may have added to them
     assert sorted(f.__name__ for f in FORMULAS) == ROWS
     for name in ROWS:
         row = PLACEMENTS.get(name)
-        assert row.formula == config_module.PLACEMENTS.get(name)
+        assert row.formula == norm_config.PLACEMENTS.get(name)
         assert row.source
 
 
@@ -230,7 +231,7 @@ def test_a_row_of_ones_own_is_used_by_name(scratch_registries):
         return 2 * x + norm("mlp_output")(mlp(x))
 
     register_placement("mine", Placement("2x + …", "a test", slots, final_norm=False))
-    assert config_module.PLACEMENTS.get("mine") == "2x + …"
+    assert norm_config.PLACEMENTS.get("mine") == "2x + …"
     model = build("mine")
     torch.testing.assert_close(
         model.hidden(TOKENS), stream_by_hand(model, formula), rtol=1e-12, atol=1e-12

@@ -1,0 +1,103 @@
+"""The config of an ablation: a grid of runs, and how they are spread over the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from minillama.config import OWNED_BY_KIND
+from minillama.errors import Fault
+from minillama.fields import Name, Positive, PositiveFloat, Seed
+from minillama.reading import Section, check, dotted, override, parse_overrides, read_yaml, refuse
+from minillama.registry import unknown_name
+
+
+class RunnerConfig(Section):
+    """How the cells of an ablation are spread over the machine."""
+
+    kind: Literal["local"] = "local"
+    workers: Positive | None = Field(
+        None, description="processes that train at once; default: one a core"
+    )
+    threads: Positive | None = Field(None, description="of each worker; default: cores / workers")
+    stop_hopeless: bool = Field(
+        True,
+        description="end a cell at its first value that is not finite, where its fate, diverged, "
+        "is certain; nothing less is, so nothing else is cut and no measure changes",
+    )
+
+
+class AblationConfig(Section):
+    """A grid of runs: arms × learning rates × seeds."""
+
+    name: Name = "ablation"
+    out_dir: str | None = Field(None, description="the ablation's folder; default: runs/NAME")
+    base: str | dict[str, Any] = Field(
+        description="the run config that every cell starts from: a file, seen from this one, or a "
+        "mapping"
+    )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict, description="overrides of the base for every cell, by dotted name"
+    )
+    arms: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)] = Field(
+        description="each arm's overrides, by dotted name"
+    )
+    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="dotted names and their values; every arm is run with every combination",
+    )
+    baseline: str = Field(description="the arm that the others are compared with")
+    lr: Annotated[list[PositiveFloat], Field(min_length=1)]
+    seeds: list[Seed] = Field([0], min_length=1)
+    margin: PositiveFloat = Field(
+        0.02, description="nats within which two losses count as the same (equivalence test)"
+    )
+    runner: RunnerConfig = RunnerConfig()
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _empty_arm(cls, arms: Any) -> Any:
+        if not isinstance(arms, dict):
+            return arms
+        return {name: {} if arm is None else arm for name, arm in arms.items()}
+
+    @model_validator(mode="after")
+    def _check(self) -> AblationConfig:
+        faults = []
+        if self.baseline not in self.arms:
+            faults.append(
+                Fault("baseline", self.baseline, unknown_name("arm", self.baseline, self.arms))
+            )
+        lists: dict[str, list[Any]] = {"lr": self.lr, "seeds": self.seeds}
+        lists |= {f"axes.{name}": values for name, values in self.axes.items()}
+        for path, values in lists.items():
+            names = [f"{value:g}" if path == "lr" else repr(value) for value in values]
+            if len(set(names)) < len(names):
+                faults.append(Fault(path, values, "names a value twice"))
+        refuse(faults)
+        return self
+
+
+def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationConfig:
+    """Read an ablation config; ``base.`` in an override leads into the run config it starts from.
+
+    In the result ``base`` is a mapping, whatever the file had, so that it stands on its own.
+
+    Raises:
+        ConfigError: the file, an override or any entry of the grid itself is wrong.  The runs are
+            checked by :func:`minillama.ablation.grid.cells`.
+    """
+    path = Path(path)
+    raw = read_yaml(path)
+    if isinstance(raw.get("base"), str):
+        raw = {**raw, "base": read_yaml(path.parent / raw["base"])}
+    if isinstance(raw.get("base"), dict) and isinstance(raw.get("overrides"), dict):
+        # Folded in first, so that `base.` on the command line has the last word.
+        changes = dict(dotted(raw["overrides"]))
+        raw = {**raw, "base": override(raw["base"], changes, OWNED_BY_KIND), "overrides": {}}
+    owned = {f"base.{section}": keys for section, keys in OWNED_BY_KIND.items()}
+    config = check(AblationConfig, override(raw, parse_overrides(overrides), owned), str(path))
+    return config.model_copy(update={"out_dir": config.out_dir or f"runs/{config.name}"})
