@@ -94,10 +94,16 @@ def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationCo
     raw = read_yaml(path)
     if isinstance(raw.get("base"), str):
         raw = {**raw, "base": read_yaml(path.parent / raw["base"])}
-    if isinstance(raw.get("base"), dict) and isinstance(raw.get("overrides"), dict):
-        # Folded in first, so that `base.` on the command line has the last word.
-        changes = dict(dotted(raw["overrides"]))
-        raw = {**raw, "base": override(raw["base"], changes, OWNED_BY_KIND), "overrides": {}}
     owned = {f"base.{section}": keys for section, keys in OWNED_BY_KIND.items()}
-    config = check(AblationConfig, override(raw, parse_overrides(overrides), owned), str(path))
+    # The file's overrides go first, so that `base.` on the command line has the last word.
+    raw = _folded(override(_folded(raw), parse_overrides(overrides), owned))
+    config = check(AblationConfig, raw, str(path))
     return config.model_copy(update={"out_dir": config.out_dir or f"runs/{config.name}"})
+
+
+def _folded(raw: dict[str, Any]) -> dict[str, Any]:
+    """Apply the overrides of every cell to the base that they are of."""
+    base, overrides = raw.get("base"), raw.get("overrides")
+    if not isinstance(base, dict) or not isinstance(overrides, dict):
+        return raw
+    return {**raw, "base": override(base, dict(dotted(overrides)), OWNED_BY_KIND), "overrides": {}}

@@ -157,7 +157,7 @@ def _start(config: AblationConfig, path: Path) -> "subprocess.Popen[str]":
     path.write_text(to_yaml(config))
     code = (
         "import sys; from minillama.ablation.runner import run; "
-        "from minillama.config import load_ablation; run(load_ablation(sys.argv[1]))"
+        "from minillama.ablation_config import load_ablation; run(load_ablation(sys.argv[1]))"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code, str(path)], stderr=subprocess.PIPE, text=True
