@@ -44,12 +44,11 @@ _TIMEOUT_S = 60
 
 
 class Kernel(NamedTuple):
-    """The C functions for one dtype, the dtype they compute in, and where GOMP_parallel is."""
+    """The two C functions for one dtype, and the dtype they compute in."""
 
     forward: Callable[..., None]
     backward: Callable[..., int]
     wide: torch.dtype
-    parallel: int | None
 
 
 class _BuildError(Exception):
@@ -71,19 +70,13 @@ def load(dtype: torch.dtype) -> Kernel | None:
         return None
     pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     forward, backward = library.rms_norm_forward, library.rms_norm_backward
-    forward.argtypes = [
-        *[pointer] * 4,
-        long,
-        long,
-        ctypes.c_double,
-        integer,
-        integer,
-        pointer,
-    ]
+    sizes = [long, long]
+    forward.argtypes = [*[pointer] * 4, *sizes, ctypes.c_double, integer, integer]
     forward.restype = None
-    backward.argtypes = [*[pointer] * 6, long, long, integer, pointer]
+    backward.argtypes = [*[pointer] * 6, *sizes, integer]
     backward.restype = integer
-    return Kernel(forward, backward, wide_dtype(dtype), _openmp_parallel())
+    _share_threads(library)
+    return Kernel(forward, backward, wide_dtype(dtype))
 
 
 @functools.cache
@@ -95,12 +88,16 @@ def _warn_once(reason: str) -> None:
     )
 
 
-def _openmp_parallel() -> int | None:
-    """Find GOMP_parallel among the process's global symbols, where torch puts its OpenMP."""
+def _share_threads(library: ctypes.CDLL) -> None:
+    """Tell the library where torch's OpenMP is: among the global symbols of the process."""
+    library.rms_norm_threads.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.rms_norm_threads.restype = None
     try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+        openmp = ctypes.CDLL(None)
+        parallel, thread = openmp.GOMP_parallel, openmp.omp_get_thread_num
     except (AttributeError, OSError, TypeError):
-        return None
+        return
+    library.rms_norm_threads(parallel, thread)
 
 
 def _load_library(macro: str) -> ctypes.CDLL:

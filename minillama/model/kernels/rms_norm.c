@@ -7,9 +7,10 @@
  * float16; double for double.  The compiler's command line chooses: -DFLOAT32, -DFLOAT64, -DBFLOAT16
  * or -DFLOAT16.  No header of Python or torch is needed.
  *
- * Rows are cut into chunks by the shape alone and threads take the next chunk when they are free;
- * each chunk has its own partial sum of dgain, and these are added in order.  So results do not
- * depend on the number of threads, to the bit.
+ * Rows are cut into chunks by the shape alone; each chunk has its own partial sum of dgain, and
+ * these are added in order.  So results do not depend on the number of threads, to the bit.  A
+ * thread begins with its own share of the chunks, the same in each call, so that its cache may hold
+ * them already; then it helps the others.
  */
 #include <stdatomic.h>
 #include <stdint.h>
@@ -45,12 +46,13 @@ static inline wide widen(scalar v) { return (wide)v; }
 static inline scalar narrow(wide w) { return (scalar)w; }
 #endif
 
-#define LANES 16        /* partial sums of a row: they fill a vector and keep the order fixed */
+#define LANES 16        /* partial sums of a row: enough for a vector, in an order that is fixed */
 #define MAX_CHUNKS 64   /* bounds the memory of the partial sums of dgain */
 #define CHUNK_SIZE 8192 /* numbers in a chunk, at least: taking one must cost nothing beside it */
 
-/* OpenMP's GOMP_parallel of the runtime that torch runs on: torch's threads are used, no others. */
-typedef void (*parallel_fn)(void (*body)(void *), void *job, unsigned threads, unsigned flags);
+/* Of the OpenMP runtime that torch runs on: its threads are used, no others.  NULL: there is none. */
+static void (*openmp_parallel)(void (*body)(void *), void *job, unsigned threads, unsigned flags);
+static int (*openmp_thread)(void);
 
 typedef struct {
     const scalar *x, *grad;
@@ -58,28 +60,31 @@ typedef struct {
     scalar *y, *dx;
     wide *r;        /* 1 / rms of each row; forward: NULL if it need not be kept */
     wide *partials; /* of dgain, one row for each chunk */
-    long rows, dim, chunk_rows;
+    long rows, dim, chunk_rows, chunks;
     wide eps;
     int cast_first;
-    atomic_long next_chunk;
+    int threads;
+    atomic_long next[MAX_CHUNKS]; /* chunk of each thread's share */
 } job_t;
 
-static inline wide total(wide *lane) {
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int j = 0; j < half; j++) lane[j] += lane[j + half];
-    return lane[0];
+/* In steps of this form compilers keep the lanes in registers. */
+static inline wide total(const wide *lane) {
+    wide eight[8], four[4];
+    for (int j = 0; j < 8; j++) eight[j] = lane[j] + lane[j + 8];
+    for (int j = 0; j < 4; j++) four[j] = eight[j] + eight[j + 4];
+    return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 static inline void forward_rows(const scalar *restrict x, const wide *restrict gain,
                                 scalar *restrict y, wide *restrict r_kept, long rows, long dim,
                                 wide eps, int cast_first) {
     for (long row = 0; row < rows; row++, x += dim, y += dim) {
-        wide lane[LANES] = {0};
+        wide lane[LANES] = {0}, rest = 0;
         long i = 0;
         for (; i + LANES <= dim; i += LANES)
             for (int j = 0; j < LANES; j++) lane[j] += widen(x[i + j]) * widen(x[i + j]);
-        for (int j = 0; i < dim; i++, j++) lane[j] += widen(x[i]) * widen(x[i]);
-        wide mean_square = total(lane) / (wide)dim + eps;
+        for (; i < dim; i++) rest += widen(x[i]) * widen(x[i]);
+        wide mean_square = (total(lane) + rest) / (wide)dim + eps;
         wide r = mean_square == 0 ? 0 : 1 / sqrt(mean_square); /* eps = 0: a row of zeros stays */
         if (r_kept) r_kept[row] = r;
         for (i = 0; i < dim; i++) {
@@ -94,7 +99,7 @@ static inline void backward_rows(const scalar *restrict g, const scalar *restric
                                  const wide *restrict gain, const wide *restrict r_kept,
                                  scalar *restrict dx, wide *restrict dgain, long rows, long dim) {
     for (long row = 0; row < rows; row++, g += dim, x += dim, dx += dim) {
-        wide r = r_kept[row], lane[LANES] = {0};
+        wide r = r_kept[row], lane[LANES] = {0}, rest = 0;
         long i = 0;
         for (; i + LANES <= dim; i += LANES)
             for (int j = 0; j < LANES; j++) {
@@ -102,22 +107,35 @@ static inline void backward_rows(const scalar *restrict g, const scalar *restric
                 dgain[i + j] += gx * r;
                 lane[j] += gx * gain[i + j];
             }
-        for (int j = 0; i < dim; i++, j++) {
+        for (; i < dim; i++) {
             wide gx = widen(g[i]) * widen(x[i]);
             dgain[i] += gx * r;
-            lane[j] += gx * gain[i];
+            rest += gx * gain[i];
         }
-        wide r_mean = r * total(lane) / (wide)dim * r; /* in this order r * r cannot overflow */
+        /* r mean(g gain n), in an order in which r * r cannot overflow */
+        wide r_mean = r * (total(lane) + rest) / (wide)dim * r;
         for (i = 0; i < dim; i++)
             dx[i] = narrow(r * (widen(g[i]) * gain[i] - widen(x[i]) * r_mean));
     }
 }
 
-static long claim(job_t *job, long *first) { /* the next chunk; its number of rows, 0: none */
-    long chunk = atomic_fetch_add(&job->next_chunk, 1);
-    *first = chunk * job->chunk_rows;
-    long left = job->rows - *first;
-    return left < 0 ? 0 : left < job->chunk_rows ? left : job->chunk_rows;
+static long share(const job_t *job, long thread) { /* the first chunk that is this thread's */
+    return job->chunks * thread / job->threads;
+}
+
+/* Sets first and returns how many rows of the next chunk there are; 0: all chunks are taken. */
+static long claim(job_t *job, long *first) {
+    const long me = job->threads > 1 ? openmp_thread() : 0;
+    for (long i = 0; i < job->threads; i++) {
+        long thread = (me + i) % job->threads;
+        long chunk = atomic_fetch_add(&job->next[thread], 1);
+        if (chunk < share(job, thread + 1)) {
+            *first = chunk * job->chunk_rows;
+            long left = job->rows - *first;
+            return left < job->chunk_rows ? left : job->chunk_rows;
+        }
+    }
+    return 0;
 }
 
 static void forward_chunks(void *argument) {
@@ -144,42 +162,49 @@ static void backward_chunks(void *argument) {
     }
 }
 
-static void run(void (*chunks)(void *), job_t *job, int threads, parallel_fn parallel) {
-    atomic_init(&job->next_chunk, 0);
-    if (threads > 1 && parallel)
-        parallel(chunks, job, (unsigned)threads, 0);
+static void cut(job_t *job) {
+    long few_chunks = (job->rows + MAX_CHUNKS - 1) / MAX_CHUNKS;
+    long big_chunks = (CHUNK_SIZE + job->dim - 1) / job->dim;
+    job->chunk_rows = few_chunks > big_chunks ? few_chunks : big_chunks;
+    job->chunks = (job->rows + job->chunk_rows - 1) / job->chunk_rows;
+}
+
+static void run(void (*chunks)(void *), job_t *job, int threads) {
+    job->threads = !openmp_parallel || threads < 1 ? 1 : threads > MAX_CHUNKS ? MAX_CHUNKS : threads;
+    for (long thread = 0; thread < job->threads; thread++)
+        atomic_init(&job->next[thread], share(job, thread));
+    if (job->threads > 1)
+        openmp_parallel(chunks, job, (unsigned)job->threads, 0);
     else
         chunks(job);
 }
 
-static long rows_of_a_chunk(long rows, long dim) {
-    long few_chunks = (rows + MAX_CHUNKS - 1) / MAX_CHUNKS;
-    long big_chunks = (CHUNK_SIZE + dim - 1) / dim;
-    return few_chunks > big_chunks ? few_chunks : big_chunks;
+/* Called once: where the runtime's GOMP_parallel and omp_get_thread_num are. */
+void rms_norm_threads(void *parallel, void *thread) {
+    openmp_parallel = parallel;
+    openmp_thread = thread;
 }
 
 void rms_norm_forward(const scalar *x, const wide *gain, scalar *y, wide *r, long rows, long dim,
-                      double eps, int cast_first, int threads, parallel_fn parallel) {
+                      double eps, int cast_first, int threads) {
     job_t job = {.x = x, .gain = gain, .y = y, .r = r, .rows = rows, .dim = dim,
                  .eps = (wide)eps, .cast_first = cast_first};
-    job.chunk_rows = rows_of_a_chunk(rows, dim);
-    run(forward_chunks, &job, threads, parallel);
+    cut(&job);
+    run(forward_chunks, &job, threads);
 }
 
 /* Returns 0, or -1 if there is no memory for the partial sums. */
 int rms_norm_backward(const scalar *grad, const scalar *x, const wide *gain, const wide *r,
-                      scalar *dx, wide *dgain, long rows, long dim, int threads,
-                      parallel_fn parallel) {
+                      scalar *dx, wide *dgain, long rows, long dim, int threads) {
     job_t job = {.x = x, .grad = grad, .gain = gain, .r = (wide *)r, .dx = dx, .rows = rows,
                  .dim = dim};
-    job.chunk_rows = rows_of_a_chunk(rows, dim);
-    long chunks = (rows + job.chunk_rows - 1) / job.chunk_rows;
+    cut(&job);
     memset(dgain, 0, (size_t)dim * sizeof(wide));
-    if (chunks == 0) return 0;
-    job.partials = malloc((size_t)chunks * (size_t)dim * sizeof(wide));
+    if (job.chunks == 0) return 0;
+    job.partials = malloc((size_t)(job.chunks * dim) * sizeof(wide));
     if (!job.partials) return -1;
-    run(backward_chunks, &job, threads, parallel);
-    for (long chunk = 0; chunk < chunks; chunk++)
+    run(backward_chunks, &job, threads);
+    for (long chunk = 0; chunk < job.chunks; chunk++)
         for (long i = 0; i < dim; i++) dgain[i] += job.partials[chunk * dim + i];
     free(job.partials);
     return 0;
