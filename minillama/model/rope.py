@@ -46,7 +46,7 @@ def inverse_frequencies(
         waves_in_context = scaling.original_max_seq_len * frequency / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         kept = ((waves_in_context - low) / (high - low)).clamp(0, 1)
-        return frequency * (kept + (1 - kept) / scaling.factor)
+        return (1 - kept) * frequency / scaling.factor + kept * frequency
     return frequency
 
 
