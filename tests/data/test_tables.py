@@ -57,7 +57,7 @@ ROWS = [{"n": i, "text": text} for i, text in enumerate(TEXTS)]
         ("json", "lines.jsonl", lines(ROWS)),
         ("json", "array.json", json.dumps(ROWS)),
         ("json", "bom.jsonl", "\ufeff" + lines(ROWS)),
-        ("json", "lines.jsonl.gz", gzip.compress(lines(ROWS).encode())),
+        ("json", "lines.jsonl.gz", gzip.compress(lines(ROWS).encode(), mtime=0)),
         ("json", "br[a]c*kets?.jsonl", lines(ROWS)),
         ("csv", "table.csv", csv_of(TEXTS)),
         ("csv", "bom.csv", "\ufeff" + csv_of(TEXTS)),
@@ -133,7 +133,7 @@ def test_a_missing_column_lists_those_there_are(tmp_path, format):
         ("csv", "t.csv", "text,n\na,1\nb,2,3\n", r"cannot read .*t\.csv: .*line 3"),
         ("json", "t.json", '{"text": "é"}'.encode("latin-1"), r"t\.json is not UTF-8 at byte 10"),
         ("csv", "t.csv", "text\né".encode("latin-1"), r"t\.csv is not UTF-8 at byte 5"),
-        ("json", "t.json.gz", gzip.compress(b'{"text": "\xe9"}'), "not UTF-8"),
+        ("json", "t.json.gz", gzip.compress(b'{"text": "\xe9"}', mtime=0), "not UTF-8"),
         ("parquet", "t.parquet", "text", r"cannot read .*t\.parquet: "),
     ],
 )
