@@ -7,6 +7,7 @@ the same round; its quartiles are kept beside it.  Times alone do not compare be
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -64,17 +65,20 @@ def run(what: str, out_json: str | None = None, threads: int | None = None) -> s
 def bench_norms(
     threads: Sequence[int] = (1,),
     shapes: Sequence[tuple[int, int]] = NORM_SHAPES,
-    rounds: int = 60,
+    rounds: int = 40,
+    seconds: float = 3.0,
 ) -> dict[str, Any]:
     """Time our RMSNorm against torch's norms in float32, on each number of threads.
 
     Contenders: ``F.layer_norm`` with weight and bias and without bias, ``F.rms_norm``, and a copy,
     which moves one tensor in and one out.  Directions: ``forward`` records no gradient;
     ``forward+backward`` is one call and its backward pass, with gradients for all parameters.
+    Each setting gets ``rounds`` rounds, and more until ``seconds`` have passed.
 
     Returns:
         ``rows``, one for each threads × shape × direction: the contenders' median times in µs, our
-        time over each one's with quartiles, and GB/s, counting what must be read and written;
+        time over each one's with quartiles, the number of rounds, and GB/s, counting what must be
+        read and written;
         ``means``: for each threads × direction × contender the geometric mean of the ratios over
         shapes and the greatest; ``machine``.
     """
@@ -86,12 +90,11 @@ def bench_norms(
                 for direction, contenders in _norm_contenders(n_rows, dim).items():
                     # A sample of less than some 0.3 ms would time the clock as well.
                     calls = min(8, max(1, 2**19 // (n_rows * dim)))
-                    times = alternate(contenders, rounds, calls)
+                    times = alternate(contenders, rounds, calls, seconds)
                     rows.append(_norm_row(n_threads, n_rows, dim, direction, times))
     return {
         "benchmark": "norms",
         "dtype": "float32",
-        "rounds": rounds,
         "compiled_kernel": load(torch.float32) is not None,
         "rows": rows,
         "means": _means(rows),
@@ -139,6 +142,7 @@ def _norm_row(
         "rows": n_rows,
         "dim": dim,
         "direction": direction,
+        "rounds": len(times[_OURS]),
         "time_us": {name: 1e6 * statistics.median(t) for name, t in times.items()},
         "ratio": {
             name: _quartiles([a / b for a, b in zip(times[_OURS], t, strict=True)])
@@ -170,7 +174,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def norms_table(result: Mapping[str, Any]) -> str:
     """Lay out what :func:`bench_norms` returns for the eye."""
     names = list(result["rows"][0]["ratio"])
-    head = ["threads", "rows×d", "direction", "µs", "GB/s", "copy GB/s", *names]
+    head = ["threads", "rows×d", "direction", "rounds", "µs", "GB/s", "copy GB/s", *names]
     lines = []
     for row in result["rows"]:
         ratios = [
@@ -181,6 +185,7 @@ def norms_table(result: Mapping[str, Any]) -> str:
                 str(row["threads"]),
                 f"{row['rows']}×{row['dim']}",
                 row["direction"],
+                str(row["rounds"]),
                 f"{row['time_us'][_OURS]:.0f}",
                 f"{row['gb_per_s']:.1f}",
                 f"{row['copy_gb_per_s']:.1f}",
@@ -189,7 +194,7 @@ def norms_table(result: Mapping[str, Any]) -> str:
         )
     for mean in result["means"]:
         if mean["contender"] == names[0]:
-            lines.append([str(mean["threads"]), "geometric mean", mean["direction"], "", "", ""])
+            lines.append([str(mean["threads"]), "geometric mean", mean["direction"], *[""] * 4])
         lines[-1].append(f"{mean['geometric_mean']:.2f} (at most {mean['greatest']:.2f})")
     machine = result["machine"]
     kernel = "compiled kernel" if result["compiled_kernel"] else "NO compiled kernel, plain PyTorch"
@@ -198,8 +203,7 @@ def norms_table(result: Mapping[str, Any]) -> str:
             f"RMSNorm ({kernel}), float32, {machine['processor']}, {machine['cores']} cores, "
             f"torch {machine['torch']}; load {machine['load']} before, {machine['load_after']} "
             "after",
-            f"columns on the right: our time over theirs, median of {result['rounds']} rounds "
-            "(quartiles)",
+            "columns on the right: our time over theirs in the same round, median (quartiles)",
             *_aligned([head, *lines]),
         ]
     )
@@ -209,24 +213,31 @@ def norms_table(result: Mapping[str, Any]) -> str:
 
 
 def alternate(
-    contenders: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1
+    contenders: Mapping[str, Callable[[], object]],
+    rounds: int,
+    calls: int = 1,
+    seconds: float = 0.0,
 ) -> dict[str, list[float]]:
     """Time the contenders in turns.
 
     Args:
         contenders: what to call, by name.
-        rounds: samples of each; in each round another one comes first.
+        rounds: samples of each, at least; in each round another one comes first.
         calls: calls in a sample.
+        seconds: more rounds follow until this time has passed.
 
     Returns:
-        Seconds per call, ``rounds`` of them for each contender, in the order of the rounds.
+        Seconds per call, as many for each contender as there were rounds, in their order.
     """
     for call in contenders.values():  # caches, threads and the allocator warm up unseen
         for _ in range(3):
             call()
     times: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
-    for turn in range(rounds):
+    end = time.perf_counter() + seconds
+    for turn in itertools.count():
+        if turn >= rounds and time.perf_counter() >= end:
+            break
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             call = contenders[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from minillama.errors import ConfigError, RunFolderError
 
 def test_norms_have_a_row_for_each_setting_and_say_what_was_compared() -> None:
     before = torch.get_num_threads()
-    result = bench.bench_norms(threads=(1, 2), shapes=((8, 4), (8, 16)), rounds=3)
+    result = bench.bench_norms(threads=(1, 2), shapes=((8, 4), (8, 16)), rounds=3, seconds=0)
     assert torch.get_num_threads() == before
     settings = [(r["threads"], r["rows"], r["dim"], r["direction"]) for r in result["rows"]]
     assert settings == [
@@ -25,6 +26,7 @@ def test_norms_have_a_row_for_each_setting_and_say_what_was_compared() -> None:
         for direction in ("forward", "forward+backward")
     ]
     for row in result["rows"]:
+        assert row["rounds"] == 3
         assert set(row["ratio"]) == {"layer_norm", "layer_norm without bias", "torch rms_norm"}
         for ratio in row["ratio"].values():
             assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
@@ -52,10 +54,15 @@ def test_contenders_take_turns() -> None:
     assert {name: len(t) for name, t in times.items()} == {"a": 4, "b": 4, "c": 4}
 
 
+def test_rounds_go_on_until_the_time_is_up() -> None:
+    times = bench.alternate({"a": lambda: time.sleep(0.001)}, rounds=2, seconds=0.02)
+    assert 2 < len(times["a"]) <= 20
+
+
 def test_run_prints_a_table_and_writes_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = bench.bench_norms(threads=(1,), shapes=((8, 4),), rounds=2)
+    tiny = bench.bench_norms(threads=(1,), shapes=((8, 4),), rounds=2, seconds=0)
     monkeypatch.setattr(bench, "bench_norms", lambda threads: tiny | {"asked": threads})
     table = bench.run("norms", str(tmp_path / "norms.json"), 1)
     written = json.loads((tmp_path / "norms.json").read_text())
