@@ -353,9 +353,10 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     options = _parse(arguments)
-    # Threads that spin while they wait starve whatever else the machine does, and then themselves:
-    # beside two other busy processes on two cores a small model trained 4 times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported
+    # Before torch is imported.  Threads that spin long while they wait starve whatever else the
+    # machine does, and then themselves; threads that never spin make small steps slow.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     level = logging.WARNING if options.quiet else logging.INFO
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("minillama").setLevel(level)
