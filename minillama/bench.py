@@ -1,8 +1,10 @@
 """Benchmarks of this machine, as ratios between contenders that take turns in one process.
 
-A round times every contender once, each round starting with the next one, so that whatever else
-the machine does meets all of them alike.  A ratio is the median, over the rounds, of two times of
-the same round; its quartiles are kept beside it.  Times alone do not compare between machines.
+A round times every contender once, in an order drawn anew, so that whatever else the machine does
+meets all of them alike; and each after an untimed call of its own, since else it would pay for the
+memory that the one before gave back to the system.  A ratio is the median, over the rounds, of two
+times of the same round; its quartiles are kept beside it.  Times alone do not compare between
+machines.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import math
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -222,25 +225,23 @@ def alternate(
 
     Args:
         contenders: what to call, by name.
-        rounds: samples of each, at least; in each round another one comes first.
+        rounds: samples of each, at least.
         calls: calls in a sample.
         seconds: more rounds follow until this time has passed.
 
     Returns:
         Seconds per call, as many for each contender as there were rounds, in their order.
     """
-    for call in contenders.values():  # caches, threads and the allocator warm up unseen
-        for _ in range(3):
-            call()
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
+    order, draw = list(contenders), random.Random(0)
     end = time.perf_counter() + seconds
     for turn in itertools.count():
         if turn >= rounds and time.perf_counter() >= end:
             break
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        draw.shuffle(order)
+        for name in order:
             call = contenders[name]
+            call()
             start = time.perf_counter()
             for _ in range(calls):
                 call()

@@ -46,12 +46,16 @@ def test_means_are_geometric_over_the_shapes() -> None:
     assert mean["greatest"] == 0.8
 
 
-def test_contenders_take_turns() -> None:
-    order: list[str] = []
-    calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = bench.alternate(calls, rounds=4, calls=2)
-    assert "".join(order[9:]) == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"
-    assert {name: len(t) for name, t in times.items()} == {"a": 4, "b": 4, "c": 4}
+def test_contenders_take_turns_in_changing_order() -> None:
+    called: list[str] = []
+    contenders = {name: lambda name=name: called.append(name) for name in "abc"}
+    times = bench.alternate(contenders, rounds=8, calls=2)
+    rounds = ["".join(called[start : start + 9]) for start in range(0, 72, 9)]
+    for turn in rounds:
+        assert sorted(turn) == sorted("aaabbbccc")
+        assert turn[0] * 3 + turn[3] * 3 + turn[6] * 3 == turn  # one untimed, two timed
+    assert len(set(rounds)) > 1
+    assert {name: len(t) for name, t in times.items()} == {"a": 8, "b": 8, "c": 8}
 
 
 def test_rounds_go_on_until_the_time_is_up() -> None:
