@@ -469,13 +469,15 @@ def _inherit(config: RunConfig, init_from: str, where: str) -> RunConfig:
     """Take model and tokenizer from the checkpoint ``init_from``."""
     if config.model.vocab_size is not None and not Path(init_from).exists():
         return config  # resolved before; a run that is resumed needs its first weights no more
-    folder = resolve_checkpoint(init_from).absolute()
     try:
+        folder = resolve_checkpoint(init_from).absolute()
         raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError(f"{folder / CONFIG} holds no config")
         load_plugins_of(raw)
         saved = check(RunConfig, raw, str(folder / CONFIG))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"init_from = {init_from!r}: {folder / CONFIG}: {error}") from None
+    except (OSError, ValueError) as error:  # a ConfigError is a ValueError
+        raise ConfigError.of_faults(where, [Fault("init_from", init_from, str(error))]) from None
     model, norm = config.model, config.model.norm
     inherited: dict[str, Any] = {
         "tokenizer.kind": saved.tokenizer.kind,

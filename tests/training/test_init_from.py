@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minillama.config import load_config, resolve
+from minillama.config import RunConfig, load_config, resolve
 from minillama.errors import CheckpointError, ConfigError
 from minillama.model.transformer import Transformer, is_norm_parameter
 from minillama.training.checkpoint import initialise_from, load_checkpoint
@@ -135,3 +135,26 @@ def test_a_child_that_is_no_better_than_its_parent_has_not_diverged(write, tmp_p
     summary = train(config, progress=False)
     assert summary["val_loss"] > summary["init_val_loss"]
     assert summary["fate"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule"),
+    [("[1]", "holds no config"), ("{", "Expecting property name"), ('{"modle": 1}', "modle = 1")],
+)
+def test_what_cannot_be_begun_from_is_refused_as_a_fault_of_init_from(
+    parent, damage, rule, tmp_path
+):
+    for file in (parent / "checkpoints").glob("*/config.json"):
+        file.write_text(damage)
+    for path, said in ((parent, rule), ("\0", "no checkpoint at"), (tmp_path, "no checkpoint at")):
+        with pytest.raises(ConfigError) as caught:
+            resolve(RunConfig(init_from=str(path)))
+        [fault] = caught.value.faults
+        assert (fault.path, fault.value) == ("init_from", str(path))
+        assert said in fault.rule
+
+
+def test_an_empty_name_of_a_checkpoint_is_a_fault_of_init_from(write):
+    with pytest.raises(ConfigError) as caught:
+        write("init_from: ''\n", "child")
+    assert caught.value.faults[0].path == "init_from"
