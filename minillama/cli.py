@@ -332,7 +332,14 @@ def _parser() -> argparse.ArgumentParser:
         "minillama bench norms --threads 1 --json norms.json",
         _bench,
     )
-    sub.add_argument("what", nargs="?", default="norms", choices=("norms",))
+    sub.add_argument(
+        "what",
+        nargs="?",
+        default="norms",
+        choices=("norms", "step", "memory", "decode", "ablation"),
+        help="norms: RMSNorm; step: a training step; memory: its peak; decode: generation; "
+        "ablation: cells on one and two workers",
+    )
     sub.add_argument("--threads", type=int, default=None)
     sub.add_argument("--json", metavar="FILE", help="write the figures to a file as well")
     return parser

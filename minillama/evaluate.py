@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from minillama.errors import ConfigError, DataError
-from minillama.model.transformer import IGNORED, Transformer
+from minillama.model.kernels import IGNORED
+from minillama.model.transformer import Transformer
 
 
 @torch.inference_mode()

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from minillama import bench
+from minillama.bench import norms, timing
 from minillama.errors import ConfigError, RunFolderError
 
 
 def test_norms_have_a_row_for_each_setting_and_say_what_was_compared() -> None:
     before = torch.get_num_threads()
-    result = bench.bench_norms(threads=(1, 2), shapes=((8, 4), (8, 16)), rounds=3, seconds=0)
+    result = norms.bench(threads=(1, 2), shapes=((8, 4), (8, 16)), rounds=3, seconds=0)
     assert torch.get_num_threads() == before
     settings = [(r["threads"], r["rows"], r["dim"], r["direction"]) for r in result["rows"]]
     assert settings == [
@@ -41,7 +42,7 @@ def test_means_are_geometric_over_the_shapes() -> None:
         {"threads": 1, "direction": "forward", "ratio": {"a": {"median": ratio}}}
         for ratio in (0.5, 0.8)
     ]
-    (mean,) = bench._means(rows)
+    (mean,) = norms._means(rows)
     assert mean["geometric_mean"] == pytest.approx(math.sqrt(0.4))
     assert mean["greatest"] == 0.8
 
@@ -49,7 +50,7 @@ def test_means_are_geometric_over_the_shapes() -> None:
 def test_contenders_take_turns_in_changing_order() -> None:
     called: list[str] = []
     contenders = {name: lambda name=name: called.append(name) for name in "abc"}
-    times = bench.alternate(contenders, rounds=8, calls=2)
+    times = timing.alternate(contenders, rounds=8, calls=2)
     rounds = ["".join(called[start : start + 9]) for start in range(0, 72, 9)]
     for turn in rounds:
         assert sorted(turn) == sorted("aaabbbccc")
@@ -59,15 +60,15 @@ def test_contenders_take_turns_in_changing_order() -> None:
 
 
 def test_rounds_go_on_until_the_time_is_up() -> None:
-    times = bench.alternate({"a": lambda: time.sleep(0.001)}, rounds=2, seconds=0.02)
+    times = timing.alternate({"a": lambda: time.sleep(0.001)}, rounds=2, seconds=0.02)
     assert 2 < len(times["a"]) <= 20
 
 
 def test_run_prints_a_table_and_writes_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = bench.bench_norms(threads=(1,), shapes=((8, 4),), rounds=2, seconds=0)
-    monkeypatch.setattr(bench, "bench_norms", lambda threads: tiny | {"asked": threads})
+    tiny = norms.bench(threads=(1,), shapes=((8, 4),), rounds=2, seconds=0)
+    monkeypatch.setattr(norms, "bench", lambda threads: tiny | {"asked": threads})
     table = bench.run("norms", str(tmp_path / "norms.json"), 1)
     written = json.loads((tmp_path / "norms.json").read_text())
     assert written == tiny | {"asked": [1]}

@@ -8,12 +8,14 @@ K features of a head.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from minillama.config import ModelConfig
+from minillama.model.kernels import attend, causal_attention
 from minillama.model.kv_cache import KVCache
 from minillama.model.norms import RMSNorm, build_norm
+from minillama.model.projection import Linear, side_by_side
 from minillama.model.rope import Rotation, rotate
 
 
@@ -33,10 +35,10 @@ class Attention(nn.Module):
         self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.head_dim
         q_dim, kv_dim = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
+        self.q_proj = Linear(config.dim, q_dim)
+        self.k_proj = Linear(config.dim, kv_dim)
+        self.v_proj = Linear(config.dim, kv_dim)
+        self.o_proj = Linear(q_dim, config.dim)
         self.qk_norm = config.norm.qk_norm
         self.qkv_norm = qkv_norm
         if qkv_norm:
@@ -48,17 +50,26 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(q_dim if whole else self.head_dim, config.norm.eps)
             self.k_norm = RMSNorm(kv_dim if whole else self.head_dim, config.norm.eps)
 
-    def qkv(self, x_BTD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B, H, T, K), keys and values (B, G, T, K), normed and turned."""
-        q, k, v = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
+    def heads(self, x_BTD: Tensor) -> Tensor:
+        """Return all heads of queries, keys and values, normed, (B, T, H + 2G, K)."""
+        qkv = side_by_side(x_BTD, self.q_proj, self.k_proj, self.v_proj)
+        if self.qk_norm == "none" and not self.qkv_norm:
+            return torch.unflatten(qkv, -1, (-1, self.head_dim))
+        q_dim, kv_dim = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        q, k, v = torch.split(qkv, [q_dim, kv_dim, kv_dim], dim=-1)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        q, k, v = (torch.unflatten(y, -1, (-1, self.head_dim)) for y in (q, k, v))
         if self.qk_norm == "head" or self.qkv_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.qkv_norm:
             v = self.v_norm(v)
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        return torch.cat((q, k, v), dim=2)
+
+    def qkv(self, x_BTD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (B, H, T, K), keys and values (B, G, T, K), normed and turned."""
+        parts = [self.n_heads, self.n_kv_heads, self.n_kv_heads]
+        q, k, v = torch.split(self.heads(x_BTD).transpose(1, 2), parts, dim=1)
         return rotate(q, rotation), rotate(k, rotation), v
 
     def forward(
@@ -72,14 +83,16 @@ class Attention(nn.Module):
 
         ``mask`` is True where a key may be seen; None is causal (T = S), or a single query.
         """
-        q_BHTK, k_BGSK, v_BGSK = self.qkv(x_BTD, rotation)
-        if cache is not None:
-            k_BGSK, v_BGSK = cache.append(self.layer, k_BGSK, v_BGSK)
-        group = self.n_heads // self.n_kv_heads
-        if group > 1:
-            k_BGSK, v_BGSK = (y.repeat_interleave(group, dim=1) for y in (k_BGSK, v_BGSK))
-        y_BHTK = F.scaled_dot_product_attention(
-            q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=mask is None and q_BHTK.shape[2] > 1
-        )
-        out_BTD: Tensor = self.o_proj(y_BHTK.transpose(1, 2).flatten(2))
+        if cache is None and mask is None:
+            heads = self.heads(x_BTD)
+            y_BTHK = causal_attention(heads, rotation, self.n_heads, self.n_kv_heads)
+        elif cache is not None and x_BTD.shape[1] == 1:
+            y_BTHK = cache.attend(self.layer, self.heads(x_BTD), rotation)
+        else:
+            q_BHTK, k_BGSK, v_BGSK = self.qkv(x_BTD, rotation)
+            if cache is not None:
+                k_BGSK, v_BGSK = cache.append(self.layer, k_BGSK, v_BGSK)
+            causal = mask is None and q_BHTK.shape[2] > 1
+            y_BTHK = attend(q_BHTK, k_BGSK, v_BGSK, mask, is_causal=causal).transpose(1, 2)
+        out_BTD: Tensor = self.o_proj(y_BTHK.flatten(2))
         return out_BTD

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from minillama.config import ModelConfig
+from minillama.model.kernels import decode_attention
+from minillama.model.rope import Rotation
 
 
 class KVCache:
@@ -44,6 +46,15 @@ class KVCache:
         self.k_LBGSK[layer, :, :, self.length : end] = k_BGTK
         self.v_LBGSK[layer, :, :, self.length : end] = v_BGTK
         return self.k_LBGSK[layer, :, :, :end], self.v_LBGSK[layer, :, :, :end]
+
+    def attend(self, layer: int, heads_B1MK: Tensor, rotation: Rotation) -> Tensor:
+        """Store one new position of ``layer`` and attend from it to all, (B, 1, H, K).
+
+        ``heads`` are its queries, keys and values, not turned yet, (B, 1, H + 2G, K).
+        """
+        assert self.length < self.capacity
+        k_BGSK, v_BGSK = self.k_LBGSK[layer], self.v_LBGSK[layer]
+        return decode_attention(heads_B1MK, rotation, k_BGSK, v_BGSK, self.length, self.pad_B)
 
     def advance(self, n_tokens: int) -> None:
         """Count ``n_tokens`` as read, once all layers have stored them."""

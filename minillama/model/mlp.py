@@ -5,10 +5,11 @@ Shapes: B batch, T positions, D width, F inner width.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillama.config import ModelConfig
+from minillama.model.kernels import swiglu
+from minillama.model.projection import Linear, side_by_side
 
 
 class MLP(nn.Module):
@@ -17,11 +18,12 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         config = config.resolve()
-        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.gate_proj = Linear(config.dim, config.ffn_dim)
+        self.up_proj = Linear(config.dim, config.ffn_dim)
+        self.down_proj = Linear(config.ffn_dim, config.dim)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map each position on its own; (B, T, D) to (B, T, D)."""
-        y_BTD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        gate_and_up = side_by_side(x_BTD, self.gate_proj, self.up_proj)
+        y_BTD: Tensor = self.down_proj(swiglu(gate_and_up))
         return y_BTD

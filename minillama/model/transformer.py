@@ -14,20 +14,18 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillama.config import ModelConfig
 from minillama.errors import ConfigError
 from minillama.model.attention import Attention
+from minillama.model.kernels import IGNORED, Options, linear, linear_cross_entropy
 from minillama.model.kv_cache import KVCache
 from minillama.model.mlp import MLP
 from minillama.model.norms import build_norm
 from minillama.model.placement import PLACEMENTS
+from minillama.model.projection import Linear
 from minillama.model.rope import RotaryEmbedding, Rotation
-
-IGNORED = -100
-"""A target that does not count in the loss."""
 
 
 class Block(nn.Module):
@@ -125,7 +123,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.final_norm = build_norm(norm, config.dim, "final") if has_final_norm else nn.Identity()
         if not config.tie_embeddings:
-            self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.dim, config.vocab_size)
         initialise(self, seed)
 
     def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -163,9 +161,13 @@ class Transformer(nn.Module):
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Map hidden states (..., D) to logits (..., V)."""
-        tied, cap = self.config.tie_embeddings, self.config.logit_softcap
-        logits = F.linear(x_BTD, self.embed.weight if tied else self.lm_head.weight)
+        logits, cap = linear(x_BTD, self.head_weight), self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix (V, D) that maps hidden states to logits."""
+        return self.embed.weight if self.config.tie_embeddings else self.lm_head.weight
 
     def loss_sums(self, tokens_BT: Tensor, targets_BT: Tensor, z_loss: float = 0.0) -> LossSums:
         """Sum −log p(target), in nats, over the targets that are not −100.
@@ -173,16 +175,14 @@ class Transformer(nn.Module):
         The objective adds ``z_loss`` · (log Z)², which keeps the softmax's normaliser Z near one
         (Chowdhery 2022, PaLM).  Logits are float32 here (float64 in a float64 model).
         """
-        logits_NV = self(tokens_BT).flatten(0, 1)
-        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         targets_N = targets_BT.flatten()
-        cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
-        counted_N = targets_N != IGNORED
-        objective = cross_entropy
-        if z_loss:
-            log_z_N = logits_NV.logsumexp(-1)
-            objective = cross_entropy + z_loss * (log_z_N.square() * counted_N).sum()
-        return LossSums(objective, cross_entropy, counted_N.sum())
+        objective, cross_entropy = linear_cross_entropy(
+            self.hidden(tokens_BT).flatten(0, 1),
+            self.head_weight,
+            targets_N,
+            Options(z_loss, self.config.logit_softcap),
+        )
+        return LossSums(objective, cross_entropy, (targets_N != IGNORED).sum())
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, z_loss: float = 0.0) -> Tensor:
         """Return the mean loss, in nats, over the targets that are not −100; 0 if none counts."""

@@ -31,7 +31,8 @@ from minillama.data.prepare import Prepared, prepare
 from minillama.errors import ConfigError, DivergedError, InterruptedRunError
 from minillama.evaluate import evaluate
 from minillama.generate import generate
-from minillama.model.transformer import IGNORED, Transformer, is_norm_parameter
+from minillama.model.kernels import IGNORED
+from minillama.model.transformer import Transformer, is_norm_parameter
 from minillama.training.checkpoint import (
     Resumed,
     hash_tensors,

@@ -24,7 +24,8 @@ from minillama.errors import (
     RunFolderError,
 )
 from minillama.evaluate import evaluate
-from minillama.model.transformer import IGNORED, Transformer
+from minillama.model.kernels import IGNORED
+from minillama.model.transformer import Transformer
 from minillama.training.checkpoint import hash_tensors, load_checkpoint, read_for_resume
 from minillama.training.loggers import read_metrics
 from minillama.training.run_folder import RunFolder

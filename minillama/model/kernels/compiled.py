@@ -1,8 +1,8 @@
-"""The C kernel: compiled once by the machine's own compiler, kept in the cache folder, loaded.
+"""The C kernels: compiled once by the machine's own compiler, kept in the cache folder, loaded.
 
-    rms_norm.c ──cc -march=native──▶ <cache>/kernels/rms_norm-<dtype>-<key>.so ──ctypes──▶ Kernel
+    NAME.c ──cc -march=native──▶ <cache>/kernels/NAME-<dtype>-<key>.so ──ctypes──▶ its functions
 
-The key is a hash of the source, the options and every macro that the compiler predefines, which
+The key is a hash of the sources, the options and every macro that the compiler predefines, which
 tell its version and the instructions of this machine's processor: a cache may be shared by machines
 that differ.  No header of torch is used, so a new torch needs no new kernel.
 
@@ -32,7 +32,8 @@ from minillama.cache import cache_folder
 from minillama.model.kernels.reference import wide_dtype
 
 _LOGGER = logging.getLogger("minillama")
-_SOURCE = Path(__file__).with_name("rms_norm.c")
+_FOLDER = Path(__file__).parent
+_HEADERS = ("kernel.h", "rope.h", "units.h")
 _MACROS = {
     torch.float32: "FLOAT32",
     torch.float64: "FLOAT64",
@@ -44,7 +45,7 @@ _TIMEOUT_S = 60
 
 
 class Kernel(NamedTuple):
-    """The two C functions for one dtype, and the dtype they compute in."""
+    """RMSNorm's two C functions for one dtype, and the dtype they compute in."""
 
     forward: Callable[..., None]
     backward: Callable[..., int]
@@ -57,16 +58,9 @@ class _BuildError(Exception):
 
 @functools.cache
 def load(dtype: torch.dtype) -> Kernel | None:
-    """Return the kernel for ``dtype``, compiled if need be; None if it cannot be had.
-
-    Why not is logged once.  ``MINILLAMA_KERNELS=0`` in the environment forbids compiled kernels.
-    """
-    if os.environ.get("MINILLAMA_KERNELS") == "0" or dtype not in _MACROS:
-        return None
-    try:
-        library = _load_library(_MACROS[dtype])
-    except _BuildError as error:
-        _warn_once(str(error))
+    """Return RMSNorm's kernel for ``dtype``, compiled if need be; None if it cannot be had."""
+    library = load_library("rms_norm", dtype)
+    if library is None:
         return None
     pointer, long, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     forward, backward = library.rms_norm_forward, library.rms_norm_backward
@@ -75,14 +69,29 @@ def load(dtype: torch.dtype) -> Kernel | None:
     forward.restype = None
     backward.argtypes = [*[pointer] * 6, *sizes, integer]
     backward.restype = integer
-    _share_threads(library)
     return Kernel(forward, backward, wide_dtype(dtype))
+
+
+def load_library(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return what ``NAME.c`` compiles to for ``dtype``; None if it cannot be had.
+
+    Why not is logged once.  ``MINILLAMA_KERNELS=0`` in the environment forbids compiled kernels.
+    """
+    if os.environ.get("MINILLAMA_KERNELS") == "0" or dtype not in _MACROS:
+        return None
+    try:
+        library = _built(_FOLDER / f"{name}.c", _MACROS[dtype])
+    except _BuildError as error:
+        _warn_once(str(error))
+        return None
+    _share_threads(library)
+    return library
 
 
 @functools.cache
 def _warn_once(reason: str) -> None:
     _LOGGER.warning(
-        "RMSNorm runs as plain PyTorch, which is right but slower: %s; "
+        "the model runs as plain PyTorch, which is right but slower: %s; "
         "MINILLAMA_KERNELS=0 in the environment asks for that and silences this",
         reason,
     )
@@ -90,29 +99,25 @@ def _warn_once(reason: str) -> None:
 
 def _share_threads(library: ctypes.CDLL) -> None:
     """Tell the library where torch's OpenMP is: among the global symbols of the process."""
-    library.rms_norm_threads.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.rms_norm_threads.restype = None
+    library.share_threads.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.share_threads.restype = None
     try:
         openmp = ctypes.CDLL(None)
         parallel, thread = openmp.GOMP_parallel, openmp.omp_get_thread_num
     except (AttributeError, OSError, TypeError):
         return
-    library.rms_norm_threads(parallel, thread)
+    library.share_threads(parallel, thread)
 
 
-def _load_library(macro: str) -> ctypes.CDLL:
+def _built(source: Path, macro: str) -> ctypes.CDLL:
     compiler = _find_compiler()
-    target = ["-march=native"]
-    try:
-        predefined = _run([*compiler, *target, "-dM", "-E", "-x", "c", os.devnull])
-    except _BuildError:  # some compilers know no native target
-        target = []
-        predefined = _run([*compiler, "-dM", "-E", "-x", "c", os.devnull])
+    target, predefined = _native(tuple(compiler))
     options = [*_OPTIONS, *target, f"-D{macro}"]
-    parts = (_SOURCE.read_bytes(), repr((compiler, options)).encode(), predefined)
+    sources = [path.read_bytes() for path in (source, *map(_FOLDER.joinpath, _HEADERS))]
+    parts = (*sources, repr((compiler, options)).encode(), predefined)
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    name = f"{_SOURCE.stem}-{macro.lower()}-{key}.so"
-    command = [*compiler, *options, str(_SOURCE), "-lm", "-o"]
+    name = f"{source.stem}-{macro.lower()}-{key}.so"
+    command = [*compiler, *options, str(source), "-lm", "-o"]
     try:
         folder = cache_folder() / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +125,16 @@ def _load_library(macro: str) -> ctypes.CDLL:
     except (OSError, RuntimeError):  # the folder cannot be written, or there is no home
         with tempfile.TemporaryDirectory(prefix="minillama-") as temporary:
             return _cached(Path(temporary) / name, command)
+
+
+@functools.cache
+def _native(compiler: tuple[str, ...]) -> tuple[list[str], bytes]:
+    """Return the options for this machine's processor, and all macros that come with them."""
+    target, ask = ["-march=native"], ["-dM", "-E", "-x", "c", os.devnull]
+    try:
+        return target, _run([*compiler, *target, *ask])
+    except _BuildError:  # some compilers know no native target
+        return [], _run([*compiler, *ask])
 
 
 def _cached(path: Path, command: Sequence[str]) -> ctypes.CDLL:

@@ -15,24 +15,15 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from minillama.errors import ConfigError
 from minillama.model.kernels.compiled import Kernel, load
+from minillama.model.kernels.dispatch import is_plain, threads_for
 from minillama.model.kernels.reference import (
     rms_norm_backward_reference,
     rms_norm_reference,
     wide_dtype,
 )
-
-_PARALLEL_FROM = 32768  # numbers; torch's own kernels draw the line here too
-
-# Names of this module, since a call at the smallest shapes takes some 10 µs in all.
-_has_storage = torch._C._has_storage
-_functorch_is_active = torch._C._are_functorch_transforms_active
-_n_dispatch_modes = torch._C._len_torch_dispatch_stack
-_jit_trace = torch._C._get_tracing_state
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool = True) -> Tensor:
@@ -55,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool = Tr
         if x.is_cpu and shape[0] > 0 and _has_kernel(x.dtype):
             y: Tensor = torch.ops.minillama.rms_norm(x, weight, eps, cast_first)[0]
             return y
-    elif _is_plain(x, weight) and x.numel() > 0 and (kernel := load(x.dtype)):
+    elif is_plain(x, weight) and x.numel() > 0 and (kernel := load(x.dtype)):
         x = x.contiguous()
         if torch.is_grad_enabled() and (
             x.requires_grad or (weight is not None and weight.requires_grad)
@@ -79,23 +70,6 @@ def _torch_rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bo
     return F.rms_norm(x.to(wide), dim, weight.to(wide), eps).to(x.dtype)
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Tell whether these are no more than memory here: no subclass, transform or mode watches."""
-    for tensor in tensors:
-        if tensor is not None and not (
-            (type(tensor) is Tensor or type(tensor) is Parameter)
-            and tensor.is_cpu
-            and _has_storage(tensor)
-        ):
-            return False
-    return (
-        not _functorch_is_active()
-        and _n_dispatch_modes() == 0
-        and forward_ad._current_level < 0
-        and _jit_trace() is None
-    )
-
-
 def _gain(kernel: Kernel, x: Tensor, weight: Tensor | None, cast_first: bool) -> Tensor:
     """Return γ as the kernel reads it: contiguous, in the wide dtype, rounded as it should be."""
     if weight is None:
@@ -103,10 +77,6 @@ def _gain(kernel: Kernel, x: Tensor, weight: Tensor | None, cast_first: bool) ->
     if weight.dtype is not kernel.wide or x.dtype is not kernel.wide:
         weight = (weight.to(x.dtype) if cast_first else weight).to(kernel.wide)
     return weight.contiguous()
-
-
-def _threads(x: Tensor) -> int:
-    return torch.get_num_threads() if x.numel() >= _PARALLEL_FROM else 1
 
 
 def _forward(
@@ -125,7 +95,7 @@ def _forward(
         dim,
         eps,
         cast_first,
-        _threads(x),
+        threads_for(x),
     )
     return y, r
 
@@ -145,7 +115,7 @@ def _backward(
         grad_gain.data_ptr(),
         x.numel() // dim,
         dim,
-        _threads(x),
+        threads_for(x),
     )
     if status != 0:
         raise MemoryError("no memory for the gradient of an RMSNorm's gain")
@@ -165,14 +135,14 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, (x, weight, r), (kernel, eps, cast_first) = grads[0], ctx.saved_tensors, ctx.how
-        if torch.is_grad_enabled() or not _is_plain(grad):  # the gradient is to be differentiated
+        if torch.is_grad_enabled() or not is_plain(grad):  # the gradient is to be differentiated
             grad_x, grad_gain = rms_norm_backward_reference(grad, x, weight, eps)
         else:
             grad_x, grad_gain = _backward(kernel, grad, x, weight, r, cast_first)
         return grad_x, None if weight is None else grad_gain, None  # autograd casts to their dtypes
 
 
-# Function.apply itself, which first looks for what _is_plain has excluded, adds 1.6 µs.
+# Function.apply itself, which first looks for what is_plain has excluded, adds 1.6 µs.
 _apply: Any = super(torch.autograd.Function, _RMSNorm).apply
 
 

@@ -3,56 +3,17 @@
  *   forward    r = 1 / sqrt(mean(x^2) + eps),  y = x r * gain
  *   backward   n = x r,  dx = r (g gain - n mean(g gain n)),  dgain = sum over rows of g n
  *
- * `scalar` is what tensors hold and `wide` what is computed in: float for float, bfloat16 and
- * float16; double for double.  The compiler's command line chooses: -DFLOAT32, -DFLOAT64, -DBFLOAT16
- * or -DFLOAT16.  No header of Python or torch is needed.
- *
  * Rows are cut into chunks by the shape alone; each chunk has its own partial sum of dgain, and
  * these are added in order.  So results do not depend on the number of threads, to the bit.  A
  * thread begins with its own share of the chunks, the same in each call, so that its cache may hold
  * them already; then it helps the others.
  */
+#include "kernel.h"
 #include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <tgmath.h>
 
-#if defined(BFLOAT16)
-typedef uint16_t scalar;
-typedef float wide;
-static inline wide widen(scalar v) {
-    uint32_t bits = (uint32_t)v << 16;
-    wide w;
-    memcpy(&w, &bits, sizeof w);
-    return w;
-}
-static inline scalar narrow(wide w) { /* to the nearest, ties to even; NaN stays NaN */
-    uint32_t bits;
-    memcpy(&bits, &w, sizeof bits);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return w != w ? 0x7fc0 : (scalar)rounded;
-}
-#else
-#if defined(FLOAT16)
-typedef _Float16 scalar;
-typedef float wide;
-#elif defined(FLOAT32)
-typedef float scalar, wide;
-#elif defined(FLOAT64)
-typedef double scalar, wide;
-#endif
-static inline wide widen(scalar v) { return (wide)v; }
-static inline scalar narrow(wide w) { return (scalar)w; }
-#endif
-
-#define LANES 16        /* partial sums of a row: enough for a vector, in an order that is fixed */
+#define PARTS 16        /* partial sums of a row: enough for a vector, in an order that is fixed */
 #define MAX_CHUNKS 64   /* bounds the memory of the partial sums of dgain */
 #define CHUNK_SIZE 8192 /* numbers in a chunk, at least: taking one must cost nothing beside it */
-
-/* Of the OpenMP runtime that torch runs on: its threads are used, no others.  NULL: there is none. */
-static void (*openmp_parallel)(void (*body)(void *), void *job, unsigned threads, unsigned flags);
-static int (*openmp_thread)(void);
 
 typedef struct {
     const scalar *x, *grad;
@@ -79,10 +40,10 @@ static inline void forward_rows(const scalar *restrict x, const wide *restrict g
                                 scalar *restrict y, wide *restrict r_kept, long rows, long dim,
                                 wide eps, int cast_first) {
     for (long row = 0; row < rows; row++, x += dim, y += dim) {
-        wide lane[LANES] = {0}, rest = 0;
+        wide lane[PARTS] = {0}, rest = 0;
         long i = 0;
-        for (; i + LANES <= dim; i += LANES)
-            for (int j = 0; j < LANES; j++) lane[j] += widen(x[i + j]) * widen(x[i + j]);
+        for (; i + PARTS <= dim; i += PARTS)
+            for (int j = 0; j < PARTS; j++) lane[j] += widen(x[i + j]) * widen(x[i + j]);
         for (; i < dim; i++) rest += widen(x[i]) * widen(x[i]);
         wide mean_square = (total(lane) + rest) / (wide)dim + eps;
         wide r = mean_square == 0 ? 0 : 1 / sqrt(mean_square); /* eps = 0: a row of zeros stays */
@@ -99,10 +60,10 @@ static inline void backward_rows(const scalar *restrict g, const scalar *restric
                                  const wide *restrict gain, const wide *restrict r_kept,
                                  scalar *restrict dx, wide *restrict dgain, long rows, long dim) {
     for (long row = 0; row < rows; row++, g += dim, x += dim, dx += dim) {
-        wide r = r_kept[row], lane[LANES] = {0}, rest = 0;
+        wide r = r_kept[row], lane[PARTS] = {0}, rest = 0;
         long i = 0;
-        for (; i + LANES <= dim; i += LANES)
-            for (int j = 0; j < LANES; j++) {
+        for (; i + PARTS <= dim; i += PARTS)
+            for (int j = 0; j < PARTS; j++) {
                 wide gx = widen(g[i + j]) * widen(x[i + j]);
                 dgain[i + j] += gx * r;
                 lane[j] += gx * gain[i + j];
@@ -177,12 +138,6 @@ static void run(void (*chunks)(void *), job_t *job, int threads) {
         openmp_parallel(chunks, job, (unsigned)job->threads, 0);
     else
         chunks(job);
-}
-
-/* Called once: where the runtime's GOMP_parallel and omp_get_thread_num are. */
-void rms_norm_threads(void *parallel, void *thread) {
-    openmp_parallel = parallel;
-    openmp_thread = thread;
 }
 
 void rms_norm_forward(const scalar *x, const wide *gain, scalar *y, wide *r, long rows, long dim,

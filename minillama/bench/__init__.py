@@ -1,0 +1,51 @@
+"""Benchmarks of this machine, as ratios between contenders that take turns.
+
+Each module holds one; peers come with the ``bench`` extra.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+
+from minillama.errors import ConfigError, RunFolderError
+
+BENCHMARKS = ("norms", "step", "memory", "decode", "ablation")
+
+
+def run(what: str, out_json: str | None = None, threads: int | None = None) -> str:
+    """Run the benchmark ``what`` and return its table; ``out_json`` gets all figures as JSON.
+
+    Args:
+        what: one of :data:`BENCHMARKS`.
+        out_json: a file, or None.
+        threads: torch's number of threads; None is 1, and then all cores.
+
+    Raises:
+        ConfigError: there is no such benchmark, the number of threads is not positive, or a peer is
+            not installed.
+        RunFolderError: ``out_json`` cannot be written.
+    """
+    if what not in BENCHMARKS:
+        raise ConfigError(f"there is no benchmark {what!r}; valid: {', '.join(BENCHMARKS)}")
+    if threads is not None and threads < 1:
+        raise ConfigError(f"--threads {threads}: must be at least 1")
+    try:
+        module = importlib.import_module(f"minillama.bench.{what}")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the benchmark {what!r} needs {error.name}; install it with: "
+            "pip install 'minillama[bench]'"
+        ) from None
+    result = module.bench([threads] if threads else sorted({1, os.cpu_count() or 1}))
+    if out_json is not None:
+        try:
+            Path(out_json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise RunFolderError(
+                f"{out_json} cannot be written: {error.strerror}; choose another --json file"
+            ) from None
+    table: str = module.show(result)
+    return table

@@ -1,0 +1,251 @@
+"""A training step against its own matrix products, and against transformers' Llama.
+
+Contenders, of one shape and on one batch: our step as the trainer makes it (zero, loss, backward,
+clip, AdamW), the same of ``LlamaForCausalLM``, eager and compiled, and the model's matrix products
+alone.
+
+Shapes: B windows, T positions, N = B·T tokens, D width, F inner width, V vocabulary, H heads, K
+features of a head, L layers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minillama.bench.timing import (
+    alternate,
+    load_average,
+    machine,
+    quartiles,
+    table,
+    torch_threads,
+)
+from minillama.config import ModelConfig, OptimConfig
+from minillama.model.kernels import linear
+from minillama.model.transformer import Transformer
+from minillama.training.optim import build_optimizer, clip_gradients
+
+OURS, PRODUCTS, EAGER, COMPILED = "minillama", "its products", "HF eager", "HF compiled"
+
+
+class Shape(NamedTuple):
+    """A model and a batch."""
+
+    dim: int
+    n_layers: int
+    vocab_size: int
+    batch: int
+    length: int
+    n_heads: int = 4
+
+    def __str__(self) -> str:
+        return (
+            f"d {self.dim}, {self.n_layers} layers ({self.vocab_size}, {self.batch}×{self.length})"
+        )
+
+
+SHAPES = (
+    Shape(64, 4, 512, 16, 128),
+    Shape(128, 4, 1024, 16, 128),
+    Shape(256, 6, 2048, 8, 256),
+)
+
+
+def bench(
+    threads: Sequence[int] = (1,),
+    shapes: Sequence[Shape] = SHAPES,
+    rounds: int = 15,
+    seconds: float = 20.0,
+    *,
+    compiled: bool = True,
+) -> dict[str, Any]:
+    """Time one step of each contender in turns, on each number of threads.
+
+    Returns:
+        ``rows``, one for each threads × shape: median times in ms, ``over_products``, our time over
+        that of our matrix products, ``speedup``, tokens/s over each peer's, all with quartiles;
+        ``machine``.
+    """
+    machine_now, rows = machine(), []
+    for n_threads in threads:
+        with torch_threads(n_threads):
+            for shape in shapes:
+                times = alternate(_contenders(shape, compiled=compiled), rounds, seconds=seconds)
+                rows.append(_row(n_threads, shape, times))
+    return {
+        "benchmark": "step",
+        "dtype": "float32",
+        "rows": rows,
+        "machine": machine_now | {"load_after": load_average()},
+    }
+
+
+def _row(n_threads: int, shape: Shape, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    def ratio(above: str, below: str) -> dict[str, float]:
+        return quartiles([a / b for a, b in zip(times[above], times[below], strict=True)])
+
+    peers = [name for name in times if name not in (OURS, PRODUCTS)]
+    return {
+        "threads": n_threads,
+        "shape": shape._asdict(),
+        "model": str(shape),
+        "rounds": len(times[OURS]),
+        "time_ms": {name: 1e3 * statistics.median(t) for name, t in times.items()},
+        "over_products": ratio(OURS, PRODUCTS),
+        "speedup": {name: ratio(name, OURS) for name in peers},
+    }
+
+
+def show(result: Mapping[str, Any]) -> str:
+    """Lay out what :func:`bench` returns for the eye."""
+    peers = list(result["rows"][0]["speedup"])
+    shown = "{median:.2f} ({low:.2f}–{high:.2f})".format
+    lines = [
+        ["threads", "model (V, B×T)", "rounds", "ms", "step / products"]
+        + [f"tokens/s over {peer}" for peer in peers]
+    ]
+    for row in result["rows"]:
+        lines.append(
+            [
+                str(row["threads"]),
+                row["model"],
+                str(row["rounds"]),
+                f"{row['time_ms'][OURS]:.1f}",
+                shown(**row["over_products"]),
+                *(shown(**row["speedup"][peer]) for peer in peers),
+            ]
+        )
+    return table(
+        "training step, float32", "medians of each round's ratio (quartiles)", result, lines
+    )
+
+
+# ------------------------------------------------------------------------------------ contenders
+
+
+def _contenders(shape: Shape, *, compiled: bool) -> dict[str, Callable[[], object]]:
+    ours = Transformer(
+        ModelConfig(
+            vocab_size=shape.vocab_size,
+            dim=shape.dim,
+            n_layers=shape.n_layers,
+            n_heads=shape.n_heads,
+            max_seq_len=shape.length,
+        )
+    )
+    theirs = hf_llama(ours)
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(shape.vocab_size, (shape.batch, shape.length + 1), generator=draw)
+    contenders = {
+        OURS: our_step(ours, tokens[:, :-1], tokens[:, 1:]),
+        PRODUCTS: products(ours, shape),
+        EAGER: hf_step(theirs, theirs, tokens),
+    }
+    if compiled:
+        contenders[COMPILED] = hf_step(theirs, torch.compile(theirs), tokens)
+    return contenders
+
+
+def our_step(model: Transformer, inputs: Tensor, targets: Tensor) -> Callable[[], object]:
+    """Return what makes one update, as the trainer does."""
+    optim = OptimConfig()
+    optimizer, parameters = build_optimizer(model, optim), list(model.parameters())
+    count = targets.numel()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(model.loss_sums(inputs, targets).objective / count)
+        clip_gradients(parameters, optim.grad_clip)
+        optimizer.step()
+
+    return step
+
+
+def hf_llama(ours: Transformer) -> LlamaForCausalLM:
+    """Return transformers' Llama of the same shape."""
+    config = ours.config
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.dim,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            intermediate_size=config.ffn_dim,
+            max_position_embeddings=config.max_seq_len,
+            tie_word_embeddings=config.tie_embeddings,
+        )
+    )
+
+
+def hf_step(model: LlamaForCausalLM, call: Any, tokens: Tensor) -> Callable[[], object]:
+    """Return what makes one update, with the same AdamW and clipping."""
+    optim = OptimConfig()
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        fused=True,
+    )
+    parameters = list(model.parameters())
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        # As many targets as ours: without shift_labels the last position would have none.
+        call(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False).loss.backward()
+        nn.utils.clip_grad_norm_(parameters, optim.grad_clip)
+        optimizer.step()
+
+    return step
+
+
+def products(model: Transformer, shape: Shape) -> Callable[[], object]:
+    """Return what makes a step's matrix products and nothing else.
+
+    Each linear layer three times (forward, for its input, for its weight), by the same calls and as
+    joined as in the model; attention's two forward and four backward, over all T × T.
+    """
+    config, n = model.config, shape.batch * shape.length
+    assert config.head_dim is not None
+    assert config.n_kv_heads is not None
+    assert config.ffn_dim is not None
+    assert config.vocab_size is not None
+    heads = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+    in_block = [
+        (heads, config.dim),
+        (config.dim, config.n_heads * config.head_dim),
+        (2 * config.ffn_dim, config.dim),
+        (config.dim, config.ffn_dim),
+    ]
+    weights = [torch.randn(size) for size in in_block]
+    head = torch.randn(config.vocab_size, config.dim)
+    inputs = {w.shape: torch.randn(n, w.shape[1]) for w in (*weights, head)}
+    grads = {w.shape: torch.randn(n, w.shape[0]) for w in (*weights, head)}
+    q, k, v, dy = torch.randn(4, shape.batch, config.n_heads, shape.length, config.head_dim)
+    p = torch.randn(shape.batch, config.n_heads, shape.length, shape.length)
+
+    def of_weight(weight: Tensor) -> None:
+        x, grad = inputs[weight.shape], grads[weight.shape]
+        linear(x, weight)
+        linear(grad, weight.t())
+        grad.t() @ x
+
+    @torch.no_grad()
+    def call() -> None:
+        for _ in range(config.n_layers):
+            for weight in weights:
+                of_weight(weight)
+            q @ k.mT, p @ v
+            dy @ v.mT, p.mT @ dy, p @ k, p.mT @ q
+        of_weight(head)
+
+    return call

@@ -1,0 +1,122 @@
+"""Timing contenders in turns, and what a table says of the machine.
+
+A round times every contender once, in an order drawn anew, so that whatever else the machine does
+meets all of them alike; and each after an untimed call of its own, since else it would pay for the
+memory that the one before gave back to the system.  A ratio is the median, over the rounds, of two
+times of the same round; its quartiles are kept beside it.  Times alone do not compare between
+machines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], object]],
+    rounds: int,
+    calls: int = 1,
+    seconds: float = 0.0,
+) -> dict[str, list[float]]:
+    """Time the contenders in turns.
+
+    Args:
+        contenders: what to call, by name.
+        rounds: samples of each, at least.
+        calls: calls in a sample.
+        seconds: more rounds follow until this time has passed.
+
+    Returns:
+        Seconds per call, as many for each contender as there were rounds, in their order.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    order, draw = list(contenders), random.Random(0)
+    end = time.perf_counter() + seconds
+    for turn in itertools.count():
+        if turn >= rounds and time.perf_counter() >= end:
+            break
+        draw.shuffle(order)
+        for name in order:
+            call = contenders[name]
+            call()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times[name].append((time.perf_counter() - start) / calls)
+    return times
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and, as ``low`` and ``high``, the quartiles."""
+    if len(values) == 1:
+        return {"median": values[0], "low": values[0], "high": values[0]}
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Run what is inside with so many of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def machine() -> dict[str, Any]:
+    """Return what a reader must know of the machine, and how busy it is."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": load_average(),
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def load_average() -> float | None:
+    """Return how many processes want a core just now, on systems that tell."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return each row as a line, with columns as wide as their widest entry."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def table(title: str, note: str, result: Mapping[str, Any], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out a benchmark's rows under a line about the machine."""
+    machine = result["machine"]
+    return "\n".join(
+        [
+            f"{title}, {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}; "
+            f"load {machine['load']} before, {machine['load_after']} after",
+            note,
+            *aligned(rows),
+        ]
+    )

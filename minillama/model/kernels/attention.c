@@ -1,0 +1,276 @@
+/* Causal attention with rotary positions and grouped queries, for sequences that begin at 0.
+ *
+ *   forward    q, k turned by RoPE;  S = q k' / sqrt(K),  P = softmax(S),  y = P v
+ *   backward   D = dy . y,  dS = P (dy v' - D),  dq = dS k / sqrt(K),  dk = dS' q / sqrt(K),
+ *              dv = P' dy,  and dq, dk turned back
+ *
+ * A unit of work is one key/value head of one sequence, with the queries that read it.  Its keys and
+ * values are copied once, turned, to where they stay in the cache, in both orders that the products
+ * need.  Queries go through in blocks of ROWS, each against all keys that it may see: S is ROWS x T,
+ * never T x T.  The backward pass computes P anew from the log of each row's sum (Dao 2022,
+ * FlashAttention, section 3), so only qkv, y and that are kept.
+ *
+ * qkv is (B, T, H + 2G, K): query heads, key heads, value heads; cos and sin are (T, K / 2).
+ */
+#include "kernel.h"
+#include "rope.h"
+#include "units.h"
+
+#ifdef __AVX512F__ /* 32 registers hold ROWS x 2 sums and what is added to them */
+#define ROWS 8
+#define BLOCK 2
+#else
+#define ROWS 4
+#define BLOCK 1
+#endif
+
+typedef struct {
+    const wide *qkv, *cos, *sin, *y, *dy;
+    wide *out, *log_sum, *dqkv; /* log_sum: of exp of each query's row of S, (B, H, T) */
+    long heads, groups, length, dim;
+    atomic_int *failed;
+} job_t;
+
+/* S[r][j] = sum over c of q[r][c] kt[c][j], for whole blocks of j below `columns`. */
+static inline void scores(const wide *restrict q, long q_stride, const wide *restrict kt,
+                          long kt_stride, wide *restrict s, long s_stride, long dim, long columns) {
+    for (long j = 0; j < columns; j += BLOCK * LANES) {
+        vec sum[ROWS][BLOCK];
+        for (int r = 0; r < ROWS; r++)
+            for (int b = 0; b < BLOCK; b++) sum[r][b] = splat(0);
+        for (long c = 0; c < dim; c++) {
+            vec k[BLOCK];
+            for (int b = 0; b < BLOCK; b++) k[b] = load(kt + c * kt_stride + j + b * LANES);
+            for (int r = 0; r < ROWS; r++)
+                for (int b = 0; b < BLOCK; b++) sum[r][b] += q[r * q_stride + c] * k[b];
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int b = 0; b < BLOCK; b++) store(s + r * s_stride + j + b * LANES, sum[r][b]);
+    }
+}
+
+/* y[r][c] = sum over j < rows of p[r][j] v[j][c], c in whole vectors. */
+static inline void mix(const wide *restrict p, long p_stride, const wide *restrict v, long v_stride,
+                       wide *restrict y, long y_stride, long rows, long dim) {
+    for (long c = 0; c < dim; c += LANES) {
+        vec sum[ROWS];
+        for (int r = 0; r < ROWS; r++) sum[r] = splat(0);
+        for (long j = 0; j < rows; j++) {
+            vec x = load(v + j * v_stride + c);
+            for (int r = 0; r < ROWS; r++) sum[r] += p[r * p_stride + j] * x;
+        }
+        for (int r = 0; r < ROWS; r++) store(y + r * y_stride + c, sum[r]);
+    }
+}
+
+/* y[j][c] += sum over r of p[r][j] x[r][c], for j < rows, c in whole vectors; PAIR of j at once, so
+ * that one sum need not wait for the other. */
+#define PAIR 4
+static inline void spread(const wide *restrict p, long p_stride, const wide *restrict x,
+                          long x_stride, wide *restrict y, long y_stride, long rows, long dim) {
+    for (long c = 0; c < dim; c += LANES) {
+        vec kept[ROWS];
+        for (int r = 0; r < ROWS; r++) kept[r] = load(x + r * x_stride + c);
+        for (long j = 0; j < rows; j += PAIR) { /* y and p have room for whole PAIRs */
+            vec sum[PAIR];
+            for (int i = 0; i < PAIR; i++) sum[i] = load(y + (j + i) * y_stride + c);
+            for (int r = 0; r < ROWS; r++)
+                for (int i = 0; i < PAIR; i++) sum[i] += p[r * p_stride + j + i] * kept[r];
+            for (int i = 0; i < PAIR; i++) store(y + (j + i) * y_stride + c, sum[i]);
+        }
+    }
+}
+
+/* y[c][t] = x[t][c] */
+static inline void transpose(const wide *restrict x, long x_stride, wide *restrict y, long y_stride,
+                             long rows, long columns) {
+    for (long t = 0; t < rows; t += LANES) {
+        long end = t + LANES < rows ? t + LANES : rows;
+        for (long c = 0; c < columns; c++)
+            for (long i = t; i < end; i++) y[c * y_stride + i] = x[i * x_stride + c];
+    }
+}
+
+/* Memory of one unit, in wides: sizes are rounded up to whole vectors, which begin as zeros. */
+typedef struct {
+    wide *kt, *vt, *k, *v, *dk, *dv; /* (dim, columns), (rows, width) */
+    wide *q, *dy, *acc, *s, *ds;     /* ROWS x width, ROWS x columns */
+    long rows, columns, width;
+    void *memory;
+} room_t;
+
+static room_t make_room(const job_t *job, int backward) {
+    room_t m = {0};
+    m.rows = round_up(job->length, ROWS);
+    m.columns = round_up(m.rows, BLOCK * LANES);
+    m.width = round_up(job->dim, LANES);
+    long t = job->dim * m.columns, n = m.rows * m.width, few = ROWS * m.width;
+    long total = t + 2 * n + 2 * few + ROWS * m.columns + 2 * LANES;
+    if (backward) total += t + n + few + ROWS * m.columns;
+    wide *p = m.memory = calloc((size_t)total, sizeof(wide));
+    if (!p) return m;
+    p = (wide *)(((uintptr_t)p + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES);
+    m.kt = p, p += t;
+    m.k = p, p += n;
+    m.v = p, p += n;
+    m.q = p, p += few;
+    m.acc = p, p += few;
+    m.s = p, p += ROWS * m.columns;
+    if (backward) {
+        m.vt = p, p += t;
+        m.dk = p, p += n;
+        m.dv = m.v; /* v itself is not needed, only vt */
+        m.dy = p, p += few;
+        m.ds = p;
+    }
+    return m;
+}
+
+static void forward_unit(const void *argument, long unit) {
+    const job_t *job = argument;
+    const long length = job->length, dim = job->dim, group = job->heads / job->groups;
+    const long batch = unit / job->groups, kv = unit % job->groups;
+    const long stride = (job->heads + 2 * job->groups) * dim; /* of one position */
+    const wide *qkv = job->qkv + batch * length * stride;
+    const wide scale = 1 / sqrt((wide)dim);
+    room_t m = make_room(job, 0);
+    if (!m.memory) {
+        atomic_store(job->failed, 1);
+        return;
+    }
+    for (long t = 0; t < length; t++) {
+        const wide *k = qkv + t * stride + (job->heads + kv) * dim;
+        turn(k, m.k + t * m.width, job->cos + t * dim / 2, job->sin + t * dim / 2, dim, 1, 1);
+        memcpy(m.v + t * m.width, k + job->groups * dim, (size_t)dim * sizeof(wide));
+    }
+    transpose(m.k, m.width, m.kt, m.columns, length, dim);
+    for (long head = kv * group; head < (kv + 1) * group; head++)
+        for (long first = 0; first < length; first += ROWS) {
+            long rows = length - first < ROWS ? length - first : ROWS;
+            for (long r = 0; r < rows; r++) {
+                long t = first + r;
+                turn(qkv + t * stride + head * dim, m.q + r * m.width, job->cos + t * dim / 2,
+                     job->sin + t * dim / 2, dim, 1, scale);
+            }
+            long seen = first + ROWS, columns = round_up(seen, LANES);
+            scores(m.q, m.width, m.kt, m.columns, m.s, m.columns, dim, round_up(seen, BLOCK * LANES));
+            wide sum[ROWS];
+            for (long r = 0; r < rows; r++) {
+                wide *s = m.s + r * m.columns;
+                for (long j = first + r + 1; j < columns; j++) s[j] = -INFINITY;
+                vec highest = load(s), total = splat(0);
+                for (long j = LANES; j < columns; j += LANES) highest = vec_max(highest, load(s + j));
+                wide lane[LANES], top;
+                store(lane, highest);
+                top = lane[0];
+                for (int j = 1; j < LANES; j++) top = lane[j] > top ? lane[j] : top;
+                for (long j = 0; j < columns; j += LANES) {
+                    vec p = vec_exp(load(s + j) - top);
+                    store(s + j, p);
+                    total += p;
+                }
+                sum[r] = sum_of(total);
+                if (job->log_sum)
+                    job->log_sum[(batch * job->heads + head) * length + first + r] =
+                        top + log(sum[r]);
+            }
+            mix(m.s, m.columns, m.v, m.width, m.acc, m.width, first + rows, m.width);
+            for (long r = 0; r < rows; r++) {
+                wide *y = job->out + ((batch * length + first + r) * job->heads + head) * dim;
+                for (long c = 0; c < dim; c++) y[c] = m.acc[r * m.width + c] / sum[r];
+            }
+        }
+    free(m.memory);
+}
+
+static void backward_unit(const void *argument, long unit) {
+    const job_t *job = argument;
+    const long length = job->length, dim = job->dim, group = job->heads / job->groups;
+    const long batch = unit / job->groups, kv = unit % job->groups;
+    const long stride = (job->heads + 2 * job->groups) * dim;
+    const wide *qkv = job->qkv + batch * length * stride;
+    wide *dqkv = job->dqkv + batch * length * stride;
+    const wide scale = 1 / sqrt((wide)dim);
+    room_t m = make_room(job, 1);
+    if (!m.memory) {
+        atomic_store(job->failed, 1);
+        return;
+    }
+    for (long t = 0; t < length; t++) {
+        const wide *k = qkv + t * stride + (job->heads + kv) * dim;
+        turn(k, m.k + t * m.width, job->cos + t * dim / 2, job->sin + t * dim / 2, dim, 1, 1);
+    }
+    transpose(m.k, m.width, m.kt, m.columns, length, dim);
+    transpose(qkv + (job->heads + job->groups + kv) * dim, stride, m.vt, m.columns, length, dim);
+    for (long head = kv * group; head < (kv + 1) * group; head++)
+        for (long first = 0; first < length; first += ROWS) {
+            long rows = length - first < ROWS ? length - first : ROWS;
+            wide log_sum[ROWS] = {0}, dot[ROWS] = {0};
+            for (long r = 0; r < ROWS; r++) {
+                wide *q = m.q + r * m.width, *dy = m.dy + r * m.width;
+                if (r >= rows) { /* beyond the end: adds nothing */
+                    memset(q, 0, (size_t)dim * sizeof(wide));
+                    memset(dy, 0, (size_t)dim * sizeof(wide));
+                    continue;
+                }
+                long t = first + r, at = ((batch * length + t) * job->heads + head) * dim;
+                turn(qkv + t * stride + head * dim, q, job->cos + t * dim / 2,
+                     job->sin + t * dim / 2, dim, 1, scale);
+                memcpy(dy, job->dy + at, (size_t)dim * sizeof(wide));
+                memcpy(m.acc, job->y + at, (size_t)dim * sizeof(wide));
+                vec products = splat(0);
+                for (long c = 0; c < m.width; c += LANES) products += load(dy + c) * load(m.acc + c);
+                dot[r] = sum_of(products);
+                log_sum[r] = job->log_sum[(batch * job->heads + head) * length + t];
+            }
+            long seen = first + ROWS, columns = round_up(seen, LANES);
+            long blocks = round_up(seen, BLOCK * LANES);
+            scores(m.q, m.width, m.kt, m.columns, m.s, m.columns, dim, blocks);
+            scores(m.dy, m.width, m.vt, m.columns, m.ds, m.columns, dim, blocks);
+            for (long r = 0; r < ROWS; r++) {
+                wide *s = m.s + r * m.columns, *ds = m.ds + r * m.columns;
+                for (long j = first + r + 1; j < columns; j++) s[j] = -INFINITY;
+                for (long j = 0; j < columns; j += LANES) {
+                    vec p = vec_exp(load(s + j) - log_sum[r]);
+                    store(s + j, p);
+                    store(ds + j, p * (load(ds + j) - dot[r]));
+                }
+            }
+            long end = first + rows;
+            mix(m.ds, m.columns, m.k, m.width, m.acc, m.width, end, m.width);
+            spread(m.ds, m.columns, m.q, m.width, m.dk, m.width, end, m.width);
+            spread(m.s, m.columns, m.dy, m.width, m.dv, m.width, end, m.width);
+            for (long r = 0; r < rows; r++) {
+                long t = first + r;
+                turn(m.acc + r * m.width, dqkv + t * stride + head * dim, job->cos + t * dim / 2,
+                     job->sin + t * dim / 2, dim, -1, scale);
+            }
+        }
+    for (long t = 0; t < length; t++) { /* dk has its scale from q */
+        wide *dk = dqkv + t * stride + (job->heads + kv) * dim;
+        turn(m.dk + t * m.width, dk, job->cos + t * dim / 2, job->sin + t * dim / 2, dim, -1, 1);
+        memcpy(dk + job->groups * dim, m.dv + t * m.width, (size_t)dim * sizeof(wide));
+    }
+    free(m.memory);
+}
+
+/* Both return 0, or -1 if there is no memory.  log_sum may be NULL in forward. */
+int attention_forward(const wide *qkv, const wide *cos, const wide *sin, wide *y, wide *log_sum,
+                      long batch, long length, long heads, long groups, long dim, int threads) {
+    atomic_int failed = 0;
+    job_t job = {.qkv = qkv, .cos = cos, .sin = sin, .out = y, .log_sum = log_sum, .heads = heads,
+                 .groups = groups, .length = length, .dim = dim, .failed = &failed};
+    for_units(forward_unit, &job, batch * groups, threads);
+    return -atomic_load(&failed);
+}
+
+int attention_backward(const wide *dy, const wide *qkv, const wide *cos, const wide *sin,
+                       const wide *y, const wide *log_sum, wide *dqkv, long batch, long length,
+                       long heads, long groups, long dim, int threads) {
+    atomic_int failed = 0;
+    job_t job = {.qkv = qkv, .cos = cos, .sin = sin, .y = y, .dy = dy, .log_sum = (wide *)log_sum,
+                 .dqkv = dqkv, .heads = heads, .groups = groups, .length = length, .dim = dim,
+                 .failed = &failed};
+    for_units(backward_unit, &job, batch * groups, threads);
+    return -atomic_load(&failed);
+}

@@ -1,0 +1,113 @@
+/* What all kernels share: number types, vectors, threads.  No header of Python or torch is needed.
+ *
+ * `scalar` is what tensors hold and `wide` what is computed in: float for float, bfloat16 and
+ * float16; double for double.  The compiler's command line chooses: -DFLOAT32, -DFLOAT64,
+ * -DBFLOAT16 or -DFLOAT16.
+ */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <tgmath.h>
+
+#if defined(BFLOAT16)
+typedef uint16_t scalar;
+typedef float wide;
+static inline wide widen(scalar v) {
+    uint32_t bits = (uint32_t)v << 16;
+    wide w;
+    memcpy(&w, &bits, sizeof w);
+    return w;
+}
+static inline scalar narrow(wide w) { /* to the nearest, ties to even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &w, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return w != w ? 0x7fc0 : (scalar)rounded;
+}
+#else
+#if defined(FLOAT16)
+typedef _Float16 scalar;
+typedef float wide;
+#elif defined(FLOAT32)
+typedef float scalar, wide;
+#elif defined(FLOAT64)
+typedef double scalar, wide;
+#endif
+static inline wide widen(scalar v) { return (wide)v; }
+static inline scalar narrow(wide w) { return (scalar)w; }
+#endif
+
+/* ------------------------------------------------------------------------------------- vectors */
+
+#if defined(FLOAT64)
+typedef int64_t whole;
+#define EXPONENT_BIAS 1023
+#define MANTISSA_BITS 52
+#define EXP_TERMS 14
+#define LOWEST (-708.0)
+#define LN2_HIGH 0x1.62e42fefa38p-1 /* ln 2 in two parts; the first has few bits, so that */
+#define LN2_LOW 0x1.ef35793c7673p-45 /* its product with a whole number is exact */
+#else
+typedef int32_t whole;
+#define EXPONENT_BIAS 127
+#define MANTISSA_BITS 23
+#define EXP_TERMS 8
+#define LOWEST (-87.0f)
+#define LN2_HIGH 0x1.62e4p-1f
+#define LN2_LOW 0x1.7f7d1cp-20f
+#endif
+
+#define VECTOR_BYTES 64
+#define LANES ((long)(VECTOR_BYTES / sizeof(wide)))
+typedef wide vec __attribute__((vector_size(VECTOR_BYTES)));
+typedef whole ivec __attribute__((vector_size(VECTOR_BYTES)));
+typedef wide unaligned_vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(wide))));
+
+static inline vec load(const wide *p) { return *(const unaligned_vec *)p; }
+static inline void store(wide *p, vec v) { *(unaligned_vec *)p = v; }
+static inline vec splat(wide w) { return w - (vec){0}; }
+static inline long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+static inline wide sum_of(vec v) {
+    wide lane[LANES];
+    store(lane, v);
+    for (long half = LANES / 2; half; half /= 2)
+        for (long j = 0; j < half; j++) lane[j] += lane[j + half];
+    return lane[0];
+}
+
+static inline vec vec_max(vec a, vec b) {
+    ivec bigger = a > b;
+    return (vec)((bigger & (ivec)a) | (~bigger & (ivec)b));
+}
+
+static const double taylor[] = { /* 1 / n! */
+    1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320,
+    1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800.0};
+
+/* e^x for x <= 0; below LOWEST it is 0.  x = k ln 2 + f with k whole, |f| <= ln 2 / 2;
+ * e^f by Taylor, times 2^k through the exponent's bits.  NaN gives NaN. */
+static inline vec vec_exp(vec x) {
+    const wide to_whole = (wide)3 * ((whole)1 << (MANTISSA_BITS - 1)); /* adding it rounds */
+    ivec low = x < LOWEST;
+    vec clamped = (vec)((low & (ivec)splat(LOWEST)) | (~low & (ivec)x));
+    vec shifted = clamped * (wide)1.44269504088896340736 + to_whole;
+    vec k = shifted - to_whole;
+    vec f = clamped - k * LN2_HIGH - k * LN2_LOW;
+    vec y = splat((wide)taylor[EXP_TERMS - 1]);
+    for (int n = EXP_TERMS - 2; n >= 0; n--) y = y * f + (wide)taylor[n];
+    ivec power = ((ivec)shifted - (ivec)splat(to_whole) + EXPONENT_BIAS) << MANTISSA_BITS;
+    return (vec)((ivec)(y * (vec)power) & ~low);
+}
+
+/* ------------------------------------------------------------------------------------- threads */
+
+/* Of the OpenMP runtime that torch runs on: its threads are used, no others.  NULL: there is none. */
+static void (*openmp_parallel)(void (*body)(void *), void *job, unsigned threads, unsigned flags);
+static int (*openmp_thread)(void);
+
+/* Called once: where the runtime's GOMP_parallel and omp_get_thread_num are. */
+void share_threads(void *parallel, void *thread) {
+    openmp_parallel = parallel;
+    openmp_thread = thread;
+}

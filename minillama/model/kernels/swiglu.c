@@ -1,0 +1,92 @@
+/* SwiGLU of two halves of a row:  y = g sigma(g) u,  where the row is [g, u].
+ *
+ *   backward   dg = dy u sigma(g) (1 + g (1 - sigma(g))),  du = dy g sigma(g)
+ *
+ * Only the row is kept for the backward pass.
+ */
+#include "kernel.h"
+#include "units.h"
+
+#define UNIT_SIZE 16384 /* numbers of y in a unit, about */
+
+typedef struct {
+    const wide *x, *dy;
+    wide *out;
+    long rows, dim, unit_rows;
+} job_t;
+
+static inline vec sigmoid(vec g) {
+    ivec positive = g > 0;
+    vec e = vec_exp((vec)((positive & (ivec)-g) | (~positive & (ivec)g))); /* of -|g| */
+    vec numerator = (vec)((positive & (ivec)splat(1)) | (~positive & (ivec)e));
+    return numerator / (1 + e);
+}
+
+static inline vec forward(vec g, vec u) { return g * sigmoid(g) * u; }
+
+static inline void backward(vec dy, vec g, vec u, vec *dg, vec *du) {
+    vec s = sigmoid(g);
+    *dg = dy * u * s * (1 + g * (1 - s));
+    *du = dy * g * s;
+}
+
+static inline vec load_some(const wide *p, long n) {
+    wide lane[LANES] = {0};
+    memcpy(lane, p, (size_t)n * sizeof(wide));
+    return load(lane);
+}
+
+static inline void store_some(wide *p, vec v, long n) {
+    wide lane[LANES];
+    store(lane, v);
+    memcpy(p, lane, (size_t)n * sizeof(wide));
+}
+
+static void forward_unit(const void *argument, long unit) {
+    const job_t *job = argument;
+    const long dim = job->dim, whole_dim = dim / LANES * LANES, rest = dim - whole_dim;
+    for (long row = unit * job->unit_rows; row < (unit + 1) * job->unit_rows && row < job->rows; row++) {
+        const wide *g = job->x + row * 2 * dim, *u = g + dim;
+        wide *y = job->out + row * dim;
+        for (long i = 0; i < whole_dim; i += LANES) store(y + i, forward(load(g + i), load(u + i)));
+        if (rest) {
+            const long i = whole_dim;
+            store_some(y + i, forward(load_some(g + i, rest), load_some(u + i, rest)), rest);
+        }
+    }
+}
+
+static void backward_unit(const void *argument, long unit) {
+    const job_t *job = argument;
+    const long dim = job->dim, whole_dim = dim / LANES * LANES, rest = dim - whole_dim;
+    vec a, b;
+    for (long row = unit * job->unit_rows; row < (unit + 1) * job->unit_rows && row < job->rows; row++) {
+        const wide *g = job->x + row * 2 * dim, *u = g + dim, *dy = job->dy + row * dim;
+        wide *dg = job->out + row * 2 * dim, *du = dg + dim;
+        for (long i = 0; i < whole_dim; i += LANES) {
+            backward(load(dy + i), load(g + i), load(u + i), &a, &b);
+            store(dg + i, a);
+            store(du + i, b);
+        }
+        if (rest) {
+            const long i = whole_dim;
+            backward(load_some(dy + i, rest), load_some(g + i, rest), load_some(u + i, rest), &a, &b);
+            store_some(dg + i, a, rest);
+            store_some(du + i, b, rest);
+        }
+    }
+}
+
+static void run(void (*work)(const void *, long), job_t job, int threads) {
+    job.unit_rows = (UNIT_SIZE + job.dim - 1) / job.dim;
+    for_units(work, &job, (job.rows + job.unit_rows - 1) / job.unit_rows, threads);
+}
+
+/* x (rows, 2 dim) to y (rows, dim) */
+void swiglu_forward(const wide *x, wide *y, long rows, long dim, int threads) {
+    run(forward_unit, (job_t){.x = x, .out = y, .rows = rows, .dim = dim}, threads);
+}
+
+void swiglu_backward(const wide *dy, const wide *x, wide *dx, long rows, long dim, int threads) {
+    run(backward_unit, (job_t){.x = x, .dy = dy, .out = dx, .rows = rows, .dim = dim}, threads);
+}

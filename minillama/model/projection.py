@@ -1,0 +1,39 @@
+"""Linear maps without bias, and several of the same input as one product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from minillama.model.kernels import linear
+
+
+class Linear(nn.Linear):
+    """x·Wᵀ, as fast as the machine allows (:mod:`minillama.model.kernels.linear`)."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__(n_in, n_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in) to (..., out)."""
+        return linear(x, self.weight)
+
+
+def side_by_side(x: Tensor, *layers: nn.Module) -> Tensor:
+    """Return [layer₁(x), layer₂(x), …] joined along the last dimension.
+
+    One product does for all, unless a layer is more than its weight: hooked, or replaced (an
+    adapter, a quantized layer), as whoever changes a model from outside may do.
+    """
+    if all(type(layer) is Linear and not _is_hooked(layer) for layer in layers):
+        return linear(x, *(layer.weight for layer in layers if isinstance(layer, Linear)))
+    return torch.cat([layer(x) for layer in layers], dim=-1)
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    return bool(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+    )
