@@ -160,10 +160,7 @@ static void forward_unit(const void *argument, long unit) {
                 for (long j = first + r + 1; j < columns; j++) s[j] = -INFINITY;
                 vec highest = load(s), total = splat(0);
                 for (long j = LANES; j < columns; j += LANES) highest = vec_max(highest, load(s + j));
-                wide lane[LANES], top;
-                store(lane, highest);
-                top = lane[0];
-                for (int j = 1; j < LANES; j++) top = lane[j] > top ? lane[j] : top;
+                const wide top = max_of(highest);
                 for (long j = 0; j < columns; j += LANES) {
                     vec p = vec_exp(load(s + j) - top);
                     store(s + j, p);

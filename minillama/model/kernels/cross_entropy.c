@@ -19,13 +19,12 @@ typedef struct {
 } job_t;
 
 static inline wide greatest(const wide *x, long n) {
-    wide lane[LANES], top = x[0];
+    wide top = x[0];
     long i = 0;
     if (n >= LANES) {
         vec highest = load(x);
         for (; i + LANES <= n; i += LANES) highest = vec_max(highest, load(x + i));
-        store(lane, highest);
-        for (int j = 0; j < LANES; j++) top = lane[j] > top ? lane[j] : top;
+        top = max_of(highest);
     }
     for (; i < n; i++) top = x[i] > top ? x[i] : top;
     return top;

@@ -68,11 +68,33 @@ static inline void store(wide *p, vec v) { *(unaligned_vec *)p = v; }
 static inline vec splat(wide w) { return w - (vec){0}; }
 static inline long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+/* Halves of a vector, down to 16 bytes, so that its lanes meet in registers in an order that is fixed. */
+typedef wide half_vec __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef wide quarter_vec __attribute__((vector_size(VECTOR_BYTES / 4)));
+typedef union {
+    vec whole;
+    half_vec half[2];
+} halves_t;
+typedef union {
+    half_vec whole;
+    quarter_vec half[2];
+} quarters_t;
+
 static inline wide sum_of(vec v) {
+    halves_t h = {.whole = v};
+    quarters_t q = {.whole = h.half[0] + h.half[1]};
+    quarter_vec last = q.half[0] + q.half[1];
+    wide total = last[0] + last[1];
+    for (long j = 2; j < LANES / 4; j += 2) total += last[j] + last[j + 1];
+    return total;
+}
+
+static inline wide max_of(vec v) {
     wide lane[LANES];
     store(lane, v);
     for (long half = LANES / 2; half; half /= 2)
-        for (long j = 0; j < half; j++) lane[j] += lane[j + half];
+        for (long j = 0; j < half; j++)
+            lane[j] = lane[j + half] > lane[j] ? lane[j + half] : lane[j];
     return lane[0];
 }
 
