@@ -315,6 +315,11 @@ class TrainConfig(Section):
         "float32", description="bfloat16: autocast; weights and optimizer stay float32"
     )
     compile: bool = Field(False, description="torch.compile the model")
+    recompute: bool = Field(
+        False,
+        description="activation checkpointing: keep each block's input alone and run it anew in "
+        "the backward pass; less memory, about a third more time",
+    )
     eval_every: NonNegative = Field(
         100, description="steps between validations; 0: at both ends only"
     )

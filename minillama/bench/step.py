@@ -139,7 +139,7 @@ def _contenders(shape: Shape, *, compiled: bool) -> dict[str, Callable[[], objec
             max_seq_len=shape.length,
         )
     )
-    theirs = hf_llama(ours)
+    theirs = hf_llama(ours.config)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(shape.vocab_size, (shape.batch, shape.length + 1), generator=draw)
     contenders = {
@@ -167,9 +167,9 @@ def our_step(model: Transformer, inputs: Tensor, targets: Tensor) -> Callable[[]
     return step
 
 
-def hf_llama(ours: Transformer) -> LlamaForCausalLM:
+def hf_llama(config: ModelConfig) -> LlamaForCausalLM:
     """Return transformers' Llama of the same shape."""
-    config = ours.config
+    config = config.resolve()
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from minillama.config import ModelConfig
 from minillama.errors import ConfigError
@@ -98,6 +99,9 @@ class Transformer(nn.Module):
     """
 
     embed_scale: nn.Parameter | None
+    recompute: bool = False
+    """Keep only each block's input for the backward pass, and run the block anew there: memory for
+    activations falls to about one block's, for one more forward pass (Chen 2016, 1604.06174)."""
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
@@ -152,8 +156,12 @@ class Transformer(nn.Module):
         x_BTD = _times(self.embed_scale, _times(self.fixed_embed_scale, self.embed(tokens_BT)))
         x_BTD = self.embed_norm(x_BTD)
         rotation = self.rope(positions, x_BTD.dtype)
+        recompute = self.recompute and cache is None and torch.is_grad_enabled()
         for block in self.blocks:
-            x_BTD = block(x_BTD, rotation, cache, mask)
+            if recompute:
+                x_BTD = checkpoint(block, x_BTD, rotation, use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD, rotation, cache, mask)
         if cache is not None:
             cache.advance(n_tokens)
         y_BTD: Tensor = self.final_norm(x_BTD)

@@ -137,6 +137,7 @@ class Trainer:
         self.config, self.model, self.batches = config, model, batches
         self.prepared, self.folder = prepared, folder
         self.device = model.embed.weight.device
+        model.recompute = config.train.recompute
         self.parameters = list(model.parameters())
         self.optimizer = build_optimizer(model, config.optim)
         self.progress = Progress()
