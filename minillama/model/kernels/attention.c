@@ -16,6 +16,8 @@
 #include "rope.h"
 #include "units.h"
 
+#define AHEAD 8 /* rows: memory is asked for so early; a row that is not there is not read */
+
 #ifdef __AVX512F__ /* 32 registers hold ROWS x 2 sums and what is added to them */
 #define ROWS 8
 #define BLOCK 2
@@ -30,6 +32,17 @@ typedef struct {
     long heads, groups, length, dim;
     atomic_int *failed;
 } job_t;
+
+static inline void copy(const wide *restrict x, wide *restrict y, long dim) {
+    long c = 0;
+    for (; c + LANES <= dim; c += LANES) store(y + c, load(x + c));
+    for (; c < dim; c++) y[c] = x[c];
+}
+
+/* Heads of one position lie among all others': no hardware foresees where the next row is. */
+static inline void ask_for(const wide *row, long dim) {
+    for (long c = 0; c < dim; c += LANES) __builtin_prefetch(row + c);
+}
 
 /* S[r][j] = sum over c of q[r][c] kt[c][j], for whole blocks of j below `columns`. */
 static inline void scores(const wide *restrict q, long q_stride, const wide *restrict kt,
@@ -140,8 +153,10 @@ static void forward_unit(const void *argument, long unit) {
     }
     for (long t = 0; t < length; t++) {
         const wide *k = qkv + t * stride + (job->heads + kv) * dim;
+        ask_for(k + AHEAD * stride, dim);
+        ask_for(k + AHEAD * stride + job->groups * dim, dim);
         turn(k, m.k + t * m.width, job->cos + t * dim / 2, job->sin + t * dim / 2, dim, 1, 1);
-        memcpy(m.v + t * m.width, k + job->groups * dim, (size_t)dim * sizeof(wide));
+        copy(k + job->groups * dim, m.v + t * m.width, dim);
     }
     transpose(m.k, m.width, m.kt, m.columns, length, dim);
     for (long head = kv * group; head < (kv + 1) * group; head++)
@@ -149,6 +164,7 @@ static void forward_unit(const void *argument, long unit) {
             long rows = length - first < ROWS ? length - first : ROWS;
             for (long r = 0; r < rows; r++) {
                 long t = first + r;
+                ask_for(qkv + (t + AHEAD) * stride + head * dim, dim);
                 turn(qkv + t * stride + head * dim, m.q + r * m.width, job->cos + t * dim / 2,
                      job->sin + t * dim / 2, dim, 1, scale);
             }
@@ -174,7 +190,10 @@ static void forward_unit(const void *argument, long unit) {
             mix(m.s, m.columns, m.v, m.width, m.acc, m.width, first + rows, m.width);
             for (long r = 0; r < rows; r++) {
                 wide *y = job->out + ((batch * length + first + r) * job->heads + head) * dim;
-                for (long c = 0; c < dim; c++) y[c] = m.acc[r * m.width + c] / sum[r];
+                const wide *acc = m.acc + r * m.width, over = 1 / sum[r];
+                long c = 0;
+                for (; c + LANES <= dim; c += LANES) store(y + c, load(acc + c) * over);
+                for (; c < dim; c++) y[c] = acc[c] * over;
             }
         }
     free(m.memory);
@@ -195,6 +214,8 @@ static void backward_unit(const void *argument, long unit) {
     }
     for (long t = 0; t < length; t++) {
         const wide *k = qkv + t * stride + (job->heads + kv) * dim;
+        ask_for(k + AHEAD * stride, dim);
+        ask_for(k + AHEAD * stride + job->groups * dim, dim);
         turn(k, m.k + t * m.width, job->cos + t * dim / 2, job->sin + t * dim / 2, dim, 1, 1);
     }
     transpose(m.k, m.width, m.kt, m.columns, length, dim);
@@ -213,8 +234,11 @@ static void backward_unit(const void *argument, long unit) {
                 long t = first + r, at = ((batch * length + t) * job->heads + head) * dim;
                 turn(qkv + t * stride + head * dim, q, job->cos + t * dim / 2,
                      job->sin + t * dim / 2, dim, 1, scale);
-                memcpy(dy, job->dy + at, (size_t)dim * sizeof(wide));
-                memcpy(m.acc, job->y + at, (size_t)dim * sizeof(wide));
+                ask_for(qkv + (t + AHEAD) * stride + head * dim, dim);
+                ask_for(job->dy + at + AHEAD * job->heads * dim, dim);
+                ask_for(job->y + at + AHEAD * job->heads * dim, dim);
+                copy(job->dy + at, dy, dim);
+                copy(job->y + at, m.acc, dim);
                 vec products = splat(0);
                 for (long c = 0; c < m.width; c += LANES) products += load(dy + c) * load(m.acc + c);
                 dot[r] = sum_of(products);
@@ -246,7 +270,7 @@ static void backward_unit(const void *argument, long unit) {
     for (long t = 0; t < length; t++) { /* dk has its scale from q */
         wide *dk = dqkv + t * stride + (job->heads + kv) * dim;
         turn(m.dk + t * m.width, dk, job->cos + t * dim / 2, job->sin + t * dim / 2, dim, -1, 1);
-        memcpy(dk + job->groups * dim, m.dv + t * m.width, (size_t)dim * sizeof(wide));
+        copy(m.dv + t * m.width, dk + job->groups * dim, dim);
     }
     free(m.memory);
 }
