@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from minillama.errors import ConfigError, MinillamaError
+from minillama.model.decoding import Reader
 from minillama.model.kv_cache import KVCache
 from minillama.model.transformer import Transformer
 
@@ -147,12 +148,6 @@ class Sampler:
         return p_BV
 
 
-@torch.inference_mode()
-def _decode_step(model: Transformer, ids_BT: Tensor, cache: KVCache) -> Tensor:
-    """Read ``ids`` into the cache; return the logits (B, V) behind the last of them alone."""
-    return model.head(model.hidden(ids_BT, cache)[:, -1])
-
-
 def _decode(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
@@ -177,6 +172,7 @@ def _decode(
     contexts = [ids[-window:] for ids in contexts]
     room = min(window, max(map(len, contexts)) + max_new_tokens)
     cache, logits_BV = _prefill(model, contexts, room)
+    reader = Reader(model, cache)
     for produced in range(1, max_new_tokens + 1):
         tokens = sampler.draw(logits_BV, rows)
         alive = [place for place, token in enumerate(tokens) if token not in stop_ids]
@@ -188,6 +184,7 @@ def _decode(
             rows, contexts = [rows[i] for i in alive], [contexts[i] for i in alive]
             tokens = [tokens[i] for i in alive]
             cache.keep(alive)
+            reader = Reader(model, cache)
         for ids, token in zip(contexts, tokens, strict=True):
             ids.append(token)
         if cache.length == cache.capacity:
@@ -197,13 +194,17 @@ def _decode(
             ]
             room = min(window, max(map(len, contexts)) + max_new_tokens - produced)
             cache, logits_BV = _prefill(model, contexts, room)
+            reader = Reader(model, cache)
         else:
-            ids_B1 = torch.tensor(tokens, device=model.embed.weight.device)[:, None]
-            logits_BV = _decode_step(model, ids_B1, cache)
+            logits_BV = reader.read(tokens)
 
 
+@torch.inference_mode()
 def _prefill(model: Transformer, contexts: list[list[int]], room: int) -> tuple[KVCache, Tensor]:
-    """Read all contexts at once, right-aligned, into a new cache."""
+    """Read all contexts at once, right-aligned, into a new cache.
+
+    Returns the cache and the logits (B, V) behind the last token of each; no others are computed.
+    """
     weight = model.embed.weight
     longest = max(map(len, contexts))
     pad_B = torch.tensor([longest - len(ids) for ids in contexts], device=weight.device)
@@ -213,7 +214,7 @@ def _prefill(model: Transformer, contexts: list[list[int]], room: int) -> tuple[
     cache = KVCache(
         model.config, len(contexts), room, pad_B=pad_B, dtype=weight.dtype, device=weight.device
     )
-    return cache, _decode_step(model, ids_BT, cache)
+    return cache, model.head(model.hidden(ids_BT, cache)[:, -1])
 
 
 def _check_ids(ids: Sequence[int], row: int, vocab_size: int) -> None:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, create_model
 from torch import Tensor, nn
 
-from minillama.model.kernels import rms_norm
+from minillama.model.kernels import rms_norm, rms_norm_reference
 from minillama.norm_config import NORM_KINDS, NormConfig
 from minillama.reading import Section
 from minillama.registry import Registry
@@ -86,12 +86,7 @@ class RMSNorm(nn.Module):
             gain = 1 + gain.to(_wide(x))
         if self.n_measured == self.dim:
             return rms_norm(x, gain, self.eps, cast_first=not self.unit_offset)
-        wide = x.to(_wide(x))
-        mean_square = wide[..., : self.n_measured].square().mean(-1, keepdim=True)
-        y = wide * torch.rsqrt(mean_square + self.eps)
-        if gain is None:
-            return y.to(x.dtype)
-        return (y * gain).to(x.dtype) if self.unit_offset else y.to(x.dtype) * gain.to(x.dtype)
+        return rms_norm_reference(x, gain, self.eps, not self.unit_offset, self.n_measured)
 
     def extra_repr(self) -> str:
         """Show what differs from the plain norm."""

@@ -25,12 +25,13 @@ def side_by_side(x: Tensor, *layers: nn.Module) -> Tensor:
     One product does for all, unless a layer is more than its weight: hooked, or replaced (an
     adapter, a quantized layer), as whoever changes a model from outside may do.
     """
-    if all(type(layer) is Linear and not _is_hooked(layer) for layer in layers):
+    if all(type(layer) is Linear and not is_hooked(layer) for layer in layers):
         return linear(x, *(layer.weight for layer in layers if isinstance(layer, Linear)))
     return torch.cat([layer(x) for layer in layers], dim=-1)
 
 
-def _is_hooked(layer: nn.Module) -> bool:
+def is_hooked(layer: nn.Module) -> bool:
+    """Tell whether something watches the calls of ``layer``."""
     return bool(
         layer._forward_hooks
         or layer._forward_pre_hooks

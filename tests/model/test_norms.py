@@ -395,3 +395,11 @@ def test_none_is_the_input_itself():
 )
 def test_repr_shows_what_differs_from_the_plain_norm(norm, shown):
     assert repr(norm) == shown
+
+
+def test_a_row_of_zeros_stays_so_without_an_eps_also_where_part_is_measured() -> None:
+    norm = RMSNorm(6, eps=0.0, partial=0.5)
+    x = torch.tensor([[0.0] * 6, [0.0, 0.0, 0.0, 1.0, 2.0, 3.0], [1.0] * 6])
+    assert torch.equal(norm(x)[0], torch.zeros(6))
+    assert norm(x).isfinite().all()
+    torch.testing.assert_close(norm(x)[2], torch.ones(6))

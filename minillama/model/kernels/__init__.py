@@ -6,6 +6,7 @@
     swiglu                swiglu.py         swiglu_reference
     linear_cross_entropy  cross_entropy.py  linear_cross_entropy_reference
     linear                linear.py         F.linear
+    Stack                 stack.py          all of them, for one token of one row
 
 On a CPU the fast ones are C (compiled.py), where dispatch.py finds plain memory; else PyTorch.
 """
@@ -21,11 +22,14 @@ from minillama.model.kernels.decode import decode_attention, decode_attention_re
 from minillama.model.kernels.fused import rms_norm
 from minillama.model.kernels.linear import linear
 from minillama.model.kernels.reference import rms_norm_reference
+from minillama.model.kernels.stack import Layer, Stack
 from minillama.model.kernels.swiglu import swiglu, swiglu_reference
 
 __all__ = [
     "IGNORED",
+    "Layer",
     "Options",
+    "Stack",
     "attend",
     "causal_attention",
     "causal_attention_reference",

@@ -33,7 +33,7 @@ from minillama.model.kernels.reference import wide_dtype
 
 _LOGGER = logging.getLogger("minillama")
 _FOLDER = Path(__file__).parent
-_HEADERS = ("kernel.h", "rope.h", "units.h")
+_HEADERS = ("cached.h", "kernel.h", "rope.h", "rows.h", "units.h")
 _MACROS = {
     torch.float32: "FLOAT32",
     torch.float64: "FLOAT64",
@@ -99,14 +99,15 @@ def _warn_once(reason: str) -> None:
 
 def _share_threads(library: ctypes.CDLL) -> None:
     """Tell the library where torch's OpenMP is: among the global symbols of the process."""
-    library.share_threads.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.share_threads.argtypes = [ctypes.c_void_p] * 3
     library.share_threads.restype = None
     try:
         openmp = ctypes.CDLL(None)
         parallel, thread = openmp.GOMP_parallel, openmp.omp_get_thread_num
+        team = openmp.omp_get_num_threads
     except (AttributeError, OSError, TypeError):
         return
-    library.share_threads(parallel, thread)
+    library.share_threads(parallel, thread, team)
 
 
 def _built(source: Path, macro: str) -> ctypes.CDLL:

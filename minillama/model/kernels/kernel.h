@@ -126,10 +126,11 @@ static inline vec vec_exp(vec x) {
 
 /* Of the OpenMP runtime that torch runs on: its threads are used, no others.  NULL: there is none. */
 static void (*openmp_parallel)(void (*body)(void *), void *job, unsigned threads, unsigned flags);
-static int (*openmp_thread)(void);
+static int (*openmp_thread)(void), (*openmp_team)(void);
 
-/* Called once: where the runtime's GOMP_parallel and omp_get_thread_num are. */
-void share_threads(void *parallel, void *thread) {
+/* Called once: where the runtime's GOMP_parallel, omp_get_thread_num and omp_get_num_threads are. */
+void share_threads(void *parallel, void *thread, void *team) {
     openmp_parallel = parallel;
     openmp_thread = thread;
+    openmp_team = team;
 }

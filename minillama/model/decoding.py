@@ -1,0 +1,108 @@
+"""Reading token after token into a KV cache: what sampling does between two draws.
+
+Shapes: B batch, V vocabulary, D width, K features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minillama.model.kernels import Layer, Stack
+from minillama.model.kv_cache import KVCache
+from minillama.model.norms import RMSNorm
+from minillama.model.projection import Linear, is_hooked
+from minillama.model.transformer import Block, Transformer
+
+
+class Reader:
+    """Reads one token of each row into ``cache`` and gives the logits behind it.
+
+    A plain pre-norm Llama that reads one row on a CPU takes all its blocks in one call of the C
+    kernel; any other model reads as it trains.
+
+    Args:
+        model: in the state in which it stays while this is used.
+        cache: with what came before in it; its rows stay, too.
+    """
+
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
+        self._model, self._cache = model, cache
+        self._stack = _stack(model, cache)
+
+    @torch.inference_mode()
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """Return logits (B, V), which the next call may overwrite."""
+        model, cache = self._model, self._cache
+        if self._stack is None:
+            ids_B1 = torch.tensor(tokens, device=model.embed.weight.device)[:, None]
+            return model.head(model.hidden(ids_B1, cache)[:, -1])
+        x_D = model.embed.weight[tokens[0]] * model.fixed_embed_scale
+        if model.embed_scale is not None:
+            x_D *= model.embed_scale
+        cos_1K, sin_1K = model.rope(cache.positions(1), x_D.dtype)
+        logits_1V = self._stack.read(x_D, cos_1K, sin_1K, cache.length)
+        cache.advance(1)
+        cap = model.config.logit_softcap
+        return cap * torch.tanh(logits_1V / cap) if cap else logits_1V
+
+
+def _stack(model: Transformer, cache: KVCache) -> Stack | None:
+    """Return the blocks for the C kernel; None if they are not what it knows."""
+    if cache.k_LBGSK.shape[1] != 1 or cache.pad_B is not None:
+        return None
+    if any(map(is_hooked, model.modules())) or not isinstance(model.embed_norm, nn.Identity):
+        return None
+    layers = []
+    for index, block in enumerate(model.blocks):
+        layer = _layer(block, cache, index)
+        if layer is None:
+            return None
+        layers.append(layer)
+    gain, eps = _gain(model.final_norm, cache.k_LBGSK.dtype), model.config.norm.eps
+    head = model.head_weight.detach()
+    if gain is None or not Stack.fits(layers, gain, head):
+        return None
+    return Stack(layers, gain, head, eps)
+
+
+def _layer(block: nn.Module, cache: KVCache, index: int) -> Layer | None:
+    if type(block) is not Block:
+        return None
+    attention, mlp = block.attention, block.mlp
+    around = (
+        block.attention_output_norm,
+        block.attention_residual_norm,
+        block.mlp_output_norm,
+        block.mlp_residual_norm,
+    )
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    projections += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    dtype = cache.k_LBGSK.dtype
+    attention_gain = _gain(block.attention_input_norm, dtype)
+    mlp_gain = _gain(block.mlp_input_norm, dtype)
+    if (
+        attention_gain is None
+        or mlp_gain is None
+        or not all(isinstance(norm, nn.Identity) for norm in around)
+        or not all(type(projection) is Linear for projection in projections)
+        or attention.qk_norm != "none"
+        or attention.qkv_norm
+        or (block.s, block.alpha, block.a) != (1, 1, None)
+    ):
+        return None
+    q, k, v, o, gate, up, down = (projection.weight.detach() for projection in projections)
+    keys, values = cache.k_LBGSK[index, 0], cache.v_LBGSK[index, 0]
+    return Layer(attention_gain, q, k, v, o, mlp_gain, gate, up, down, keys, values)
+
+
+def _gain(norm: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """Return the gain of a norm that is an RMSNorm over all features; None: another norm."""
+    if type(norm) is not RMSNorm or norm.n_measured < norm.dim or norm.bias is not None:
+        return None
+    if norm.weight is None:
+        return torch.ones(norm.dim, dtype=dtype)
+    gain = norm.weight.detach()
+    return 1 + gain if norm.unit_offset else gain

@@ -1,0 +1,104 @@
+"""The reader: each way of reading a token gives the logits of the whole sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minillama import ModelConfig, Transformer
+from minillama.model.decoding import Reader
+from minillama.model.kv_cache import KVCache
+
+PLAIN = {"vocab_size": 37, "dim": 24, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40}
+LENGTH = 21
+
+
+def build(dtype: torch.dtype = torch.float32, **changes: object) -> Transformer:
+    model = Transformer(ModelConfig.model_validate(PLAIN | {"max_seq_len": 64} | changes), seed=1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn(
+                weight.shape, generator=torch.Generator().manual_seed(weight.numel())
+            )
+    return model.to(dtype)
+
+
+def read_all(model: Transformer, tokens: list[int]) -> tuple[torch.Tensor, Reader]:
+    cache = KVCache(model.config, 1, LENGTH, dtype=model.embed.weight.dtype)
+    reader = Reader(model, cache)
+    return torch.cat([reader.read([token]).clone() for token in tokens]), reader
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_one_call"),
+    [
+        ({}, True),
+        ({"n_kv_heads": 4, "tie_embeddings": False}, True),
+        ({"n_kv_heads": 1, "ffn_dim": 41, "embed_scale": "fixed"}, True),
+        ({"embed_scale": "learned", "logit_softcap": 3.0}, True),
+        ({"norm": {"options": {"unit_offset": True}, "eps": 1e-3}}, True),
+        ({"norm": {"options": {"affine": False}}}, True),
+        ({"norm": {"options": {"partial": 0.5}}}, False),
+        ({"norm": {"options": {"bias": True}}}, False),
+        ({"norm": {"kind": "layernorm"}}, False),
+        ({"norm": {"placement": "peri"}}, False),
+        ({"norm": {"placement": "post"}}, False),
+        ({"norm": {"placement": "scaled"}}, False),
+        ({"norm": {"qk_norm": "head"}}, False),
+        ({"norm": {"embed_norm": True}}, False),
+        ({"norm": {"final_norm": False}}, False),
+    ],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+@torch.no_grad()
+def test_one_by_one_as_the_whole(
+    changes: dict[str, object], in_one_call: bool, threads: int
+) -> None:
+    model, before = build(torch.float64, **changes), torch.get_num_threads()
+    tokens = torch.randint(37, (LENGTH,), generator=torch.Generator().manual_seed(0))
+    try:
+        torch.set_num_threads(threads)
+        logits, reader = read_all(model, tokens.tolist())
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(logits, model(tokens[None])[0], rtol=1e-10, atol=1e-10)
+    if Reader(build(), KVCache(model.config, 1, 1))._stack is not None:  # there is a compiler
+        assert (reader._stack is not None) == in_one_call
+
+
+@torch.no_grad()
+def test_a_model_that_is_watched_or_changed_is_read_as_it_is() -> None:
+    tokens = list(range(5))
+    model = build()
+    seen = []
+    hook = model.blocks[1].mlp.down_proj.register_forward_hook(lambda *args: seen.append(1))
+    read_all(model, tokens)
+    assert len(seen) == len(tokens)
+    hook.remove()
+    model.blocks[0].attention.o_proj = torch.nn.Linear(24, 24)
+    logits, reader = read_all(model, tokens)
+    assert reader._stack is None
+    torch.testing.assert_close(logits, model(torch.tensor([tokens]))[0], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    model, before = build(), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(read_all(model, list(range(LENGTH)))[0])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_nothing_is_read_beyond_the_cache() -> None:
+    model = build()
+    reader = Reader(model, KVCache(model.config, 1, 2))
+    reader.read([1])
+    reader.read([2])
+    with pytest.raises(AssertionError):
+        reader.read([3])
