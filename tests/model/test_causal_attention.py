@@ -138,8 +138,8 @@ def test_sizes_that_do_not_fit_are_refused(
 ) -> None:
     n_kv_heads = heads[1]
     n_stored = 3 if heads == (2, 1) else heads[0] + 2 * n_kv_heads
-    qkv = tensor(2, length, n_stored, 6)
-    for qkv in (qkv, qkv.clone().requires_grad_()):
+    for learns in (False, True):
+        qkv = tensor(2, length, n_stored, 6).requires_grad_(learns)
         with pytest.raises(RuntimeError):
             causal_attention(qkv, rotation_of(4, 6, torch.float64), *heads)
 
@@ -230,7 +230,8 @@ def test_what_is_not_a_number_reaches_all_that_depend_on_it(
     assert torch.equal(y[0, at_or_after].isfinite(), want[0, at_or_after].isfinite())
     assert not grad_qkv[0][~want_grad[0].isfinite()].isfinite().any()
     # Of earlier rows torch's own kernels spoil some or all, by 0 times what is not a number.
-    torch.testing.assert_close(y[0, :16], clean[0, :16]) if part < 2 else None
+    if part < 2:
+        torch.testing.assert_close(y[0, :16], clean[0, :16])
     torch.testing.assert_close(y[1], clean[1])
     assert grad_qkv[1].isfinite().all()
 
