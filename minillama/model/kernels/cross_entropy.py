@@ -189,7 +189,8 @@ def _loss_and_gradient_(
     logits_RV: Tensor, targets_R: Tensor, z_loss: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Return each row's −log p(target) and log Z; its gradient takes the place of the logits."""
-    if is_plain(logits_RV, targets_R) and (kernel := _load(logits_RV.dtype)):
+    plain = is_plain(logits_RV, targets_R)
+    if plain and (kernel := _load(logits_RV.dtype)):
         targets_R = targets_R.contiguous()
         loss_R, log_z_R = logits_RV.new_empty(2, len(logits_RV))
         status = kernel(
@@ -204,13 +205,11 @@ def _loss_and_gradient_(
             threads_for(logits_RV),
         )
         if status != 0:
-            raise IndexError(f"a target is neither {IGNORED} nor below {logits_RV.shape[1]}")
+            raise _out_of_range(logits_RV)
         return loss_R, log_z_R
     counted_R = targets_R != IGNORED
-    if targets_R.device.type == "cpu" and bool(
-        (counted_R & ((targets_R < 0) | (targets_R >= logits_RV.shape[1]))).any()
-    ):
-        raise IndexError(f"a target is neither {IGNORED} nor below {logits_RV.shape[1]}")
+    if plain and bool((counted_R & ((targets_R < 0) | (targets_R >= logits_RV.shape[1]))).any()):
+        raise _out_of_range(logits_RV)
     place_R1 = targets_R.where(counted_R, 0)[:, None]
     log_z_R = logits_RV.logsumexp(-1)
     loss_R = (log_z_R - logits_RV.gather(1, place_R1)[:, 0]).where(counted_R, 0)
@@ -220,6 +219,10 @@ def _loss_and_gradient_(
         logits_RV.masked_fill_(~counted_R[:, None], 0)  # where it may be NaN, times 0 is no zero
         logits_RV.scatter_add_(1, place_R1, -counted_R[:, None].to(logits_RV.dtype))
     return loss_R, log_z_R.where(counted_R, 0)
+
+
+def _out_of_range(logits_RV: Tensor) -> IndexError:
+    return IndexError(f"a target is neither {IGNORED} nor below {logits_RV.shape[1]}")
 
 
 @functools.cache

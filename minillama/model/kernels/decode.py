@@ -118,7 +118,7 @@ def _fit(
         and values.shape == keys.shape
         and qkv.shape == (batch, 1, n_stored, dim)
         and n_stored > 2 * n_kv_heads
-        and n_stored % n_kv_heads == 0
+        and n_stored % n_kv_heads == dim % 2 == 0
         and length < capacity
         and rotation.cos.shape[-1:] == rotation.sin.shape[-1:] == (dim // 2,)
         and rotation.cos.numel() in n_rotations
