@@ -22,8 +22,8 @@ class Linear(nn.Linear):
 def side_by_side(x: Tensor, *layers: nn.Module) -> Tensor:
     """Return [layer₁(x), layer₂(x), …] joined along the last dimension.
 
-    One product does for all, unless a layer is more than its weight: hooked, or replaced (an
-    adapter, a quantized layer), as whoever changes a model from outside may do.
+    One product does for all, unless a layer is more than its weight: hooked, replaced (an adapter,
+    a quantized layer) or given another ``forward``, as whoever changes a model from outside may do.
     """
     if all(type(layer) is Linear and not is_hooked(layer) for layer in layers):
         return linear(x, *(layer.weight for layer in layers if isinstance(layer, Linear)))
@@ -33,7 +33,8 @@ def side_by_side(x: Tensor, *layers: nn.Module) -> Tensor:
 def is_hooked(layer: nn.Module) -> bool:
     """Tell whether something watches the calls of ``layer``."""
     return bool(
-        layer._forward_hooks
+        "forward" in vars(layer)  # how accelerate wraps a module
+        or layer._forward_hooks
         or layer._forward_pre_hooks
         or layer._backward_hooks
         or layer._backward_pre_hooks

@@ -360,3 +360,18 @@ def test_a_compiled_model_computes_the_same_without_a_graph_break():
         results.append([loss, *(p.grad.clone() for p in model.parameters())])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow  # some 20 s of C++ compiling
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
+def test_a_model_in_machine_code_computes_the_same():
+    model = build(init="fan_in", norm={"qk_norm": "head"})
+    torch._dynamo.reset()
+    results = []
+    for loss_of in (model.loss, torch.compile(model.loss, fullgraph=True)):
+        model.zero_grad()
+        loss = loss_of(TOKENS, TARGETS, 1e-3)
+        loss.backward()
+        results.append([loss, *(p.grad.clone() for p in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

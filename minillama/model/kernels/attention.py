@@ -67,8 +67,8 @@ def causal_attention(qkv_BTSK: Tensor, rotation: Rotation, n_heads: int, n_kv_he
         not torch.compiler.is_compiling()
         and is_plain(qkv_BTSK, cos, sin)
         and is_one_dtype((torch.float32, torch.float64), qkv_BTSK, cos, sin)
-        and cos.ndim == 2
-        and qkv_BTSK.numel()
+        and not torch.is_autocast_enabled("cpu")
+        and _fit(qkv_BTSK, rotation, n_heads, n_kv_heads)
         and (kernel := _load(qkv_BTSK.dtype))
     ):
         how = _How(kernel, n_heads, n_kv_heads)
@@ -77,6 +77,20 @@ def causal_attention(qkv_BTSK: Tensor, rotation: Rotation, n_heads: int, n_kv_he
             return cast(Tensor, _apply(*tensors, how))
         return _forward(*tensors, how, keep=False)[0]
     return causal_attention_reference(qkv_BTSK, rotation, n_heads, n_kv_heads)
+
+
+def _fit(qkv: Tensor, rotation: Rotation, n_heads: int, n_kv_heads: int) -> bool:
+    """Tell whether the kernel, which trusts its sizes, can have these; else PyTorch complains."""
+    if qkv.numel() == 0 or qkv.ndim != 4 or n_heads % n_kv_heads:
+        return False
+    _, length, n_stored, dim = qkv.shape
+    rotated = (length, dim // 2)
+    return (
+        n_stored == n_heads + 2 * n_kv_heads
+        and dim % 2 == 0
+        and rotation.cos.shape == rotated
+        and rotation.sin.shape == rotated
+    )
 
 
 class _Kernel(NamedTuple):

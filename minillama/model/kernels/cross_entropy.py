@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from minillama.model.kernels.compiled import load_library
 from minillama.model.kernels.dispatch import is_plain, needs_gradient, threads_for
@@ -73,7 +74,11 @@ def linear_cross_entropy(
     Raises:
         IndexError: a target is out of range.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
         objective, cross_entropy = linear_cross_entropy_reference(
             x_ND, weight_VD, targets_N, options
         )
@@ -184,7 +189,8 @@ def _loss_and_gradient_(
     logits_RV: Tensor, targets_R: Tensor, z_loss: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Return each row's −log p(target) and log Z; its gradient takes the place of the logits."""
-    if is_plain(logits_RV, targets_R) and (kernel := _load(logits_RV.dtype)):
+    plain = is_plain(logits_RV, targets_R)
+    if plain and (kernel := _load(logits_RV.dtype)):
         targets_R = targets_R.contiguous()
         loss_R, log_z_R = logits_RV.new_empty(2, len(logits_RV))
         status = kernel(
@@ -199,17 +205,24 @@ def _loss_and_gradient_(
             threads_for(logits_RV),
         )
         if status != 0:
-            raise IndexError(f"a target is neither {IGNORED} nor below {logits_RV.shape[1]}")
+            raise _out_of_range(logits_RV)
         return loss_R, log_z_R
     counted_R = targets_R != IGNORED
+    if plain and bool((counted_R & ((targets_R < 0) | (targets_R >= logits_RV.shape[1]))).any()):
+        raise _out_of_range(logits_RV)
     place_R1 = targets_R.where(counted_R, 0)[:, None]
     log_z_R = logits_RV.logsumexp(-1)
-    loss_R = (log_z_R - logits_RV.gather(1, place_R1)[:, 0]) * counted_R
+    loss_R = (log_z_R - logits_RV.gather(1, place_R1)[:, 0]).where(counted_R, 0)
     if with_gradient:
         logits_RV.sub_(log_z_R[:, None]).exp_()
-        logits_RV.mul_(((1 + 2 * z_loss * log_z_R) * counted_R)[:, None])
+        logits_RV.mul_((1 + 2 * z_loss * log_z_R)[:, None])
+        logits_RV.masked_fill_(~counted_R[:, None], 0)  # where it may be NaN, times 0 is no zero
         logits_RV.scatter_add_(1, place_R1, -counted_R[:, None].to(logits_RV.dtype))
-    return loss_R, log_z_R * counted_R
+    return loss_R, log_z_R.where(counted_R, 0)
+
+
+def _out_of_range(logits_RV: Tensor) -> IndexError:
+    return IndexError(f"a target is neither {IGNORED} nor below {logits_RV.shape[1]}")
 
 
 @functools.cache

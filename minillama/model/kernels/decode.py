@@ -72,13 +72,15 @@ def decode_attention(
         or not is_one_dtype(
             (torch.float32, torch.float64), qkv_B1MK, cos, sin, keys_BGSK, values_BGSK
         )
-        or not (keys_BGSK.is_contiguous() and values_BGSK.is_contiguous())
+        or torch.is_autocast_enabled("cpu")
+        or not _fit(qkv_B1MK, rotation, keys_BGSK, values_BGSK, length, pad_B)
         or (kernel := _load(qkv_B1MK.dtype)) is None
     ):
         return decode_attention_reference(qkv_B1MK, rotation, keys_BGSK, values_BGSK, length, pad_B)
     batch, n_kv_heads, capacity, dim = keys_BGSK.shape
     n_heads = qkv_B1MK.shape[2] - 2 * n_kv_heads
     qkv, cos, sin = qkv_B1MK.contiguous(), cos.contiguous(), sin.contiguous()
+    pad_B = None if pad_B is None else pad_B.contiguous()
     y = qkv.new_empty(batch, 1, n_heads, dim)
     read = batch * n_kv_heads * length * dim
     status = kernel(
@@ -101,6 +103,28 @@ def decode_attention(
     if status != 0:
         raise MemoryError("no memory for attention to the cache")
     return y
+
+
+def _fit(
+    qkv: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, length: int, pad_B: Tensor | None
+) -> bool:
+    """Tell whether the kernel, which trusts its sizes, can have these; else PyTorch complains."""
+    batch, n_kv_heads, capacity, dim = keys.shape
+    n_stored = qkv.shape[2]
+    n_rotations = {dim // 2, batch * dim // 2}
+    return (
+        keys.is_contiguous()
+        and values.is_contiguous()
+        and values.shape == keys.shape
+        and qkv.shape == (batch, 1, n_stored, dim)
+        and n_stored > 2 * n_kv_heads
+        and n_stored % n_kv_heads == dim % 2 == 0
+        and length < capacity
+        and rotation.cos.shape[-1:] == rotation.sin.shape[-1:] == (dim // 2,)
+        and rotation.cos.numel() in n_rotations
+        and rotation.sin.numel() == rotation.cos.numel()
+        and (pad_B is None or (pad_B.dtype is torch.int64 and pad_B.shape == (batch,)))
+    )
 
 
 @functools.cache

@@ -36,6 +36,7 @@ def swiglu(x: Tensor) -> Tensor:
         and is_plain(x)
         and is_one_dtype((torch.float32, torch.float64), x)
         and x.numel()
+        and x.shape[-1] % 2 == 0
         and (kernel := _load(x.dtype))
     ):
         x = x.contiguous()
