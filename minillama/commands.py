@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from minillama.config import FilesSource, RunConfig
 from minillama.data.prepare import prepare
+from minillama.data.shards import Tokens, TokenShards
 from minillama.data.sources import open_documents
 from minillama.data.tokenizer import Tokenizer
 from minillama.errors import ConfigError, DivergedError, RunFolderError
@@ -62,7 +63,7 @@ def evaluate_text(
     model, tokenizer, config = load_checkpoint(checkpoint)
     if text is None:
         prepared = prepare(config)
-        tokens: NDArray[np.generic] = prepared.val
+        tokens: Tokens = prepared.val
         n_bytes, what = prepared.meta.n_val_bytes, "the validation split"
     else:
         documents = open_documents(FilesSource(kind="files", files=[text]))
@@ -166,6 +167,9 @@ def prepare_data(config: RunConfig) -> str:
     prepared = prepare(config)
     meta = prepared.meta
     lines = [f"{name}: {value}" for name, value in meta.model_dump().items()]
+    for name, split in (("train", prepared.train), ("val", prepared.val)):
+        if isinstance(split, TokenShards):
+            lines.append(f"n_{name}_shards: {len(split.files)}")
     return "\n".join([f"folder: {prepared.folder}", *lines])
 
 
