@@ -98,6 +98,7 @@ def read_piece(path: Path, number: int, size: int) -> Piece:
     A piece ends after the first line end at or beyond a multiple of ``size``; where the next
     ``size`` bytes have none, at that multiple itself, or at the next character.  The pieces make up
     what :func:`read_text` returns; the last may be empty, and the one before it then ends the file.
+    ``size`` is at least 4, the bytes of a character.
 
     Raises:
         DataError: the file cannot be read, or is not UTF-8 here.
@@ -126,9 +127,8 @@ def _border(file: BinaryIO, offset: int, reach: int) -> int:
     line = data.find(b"\n") + 1
     if line:
         return offset + line
-    while data and data[0] & 0xC0 == 0x80:  # inside a character
-        data, offset = data[1:], offset + 1
-    return offset
+    inside = [byte & 0xC0 == 0x80 for byte in data[:3]]  # of a character that began before
+    return offset + (inside.index(False) if False in inside else len(inside))
 
 
 def _not_utf8(path: Path, offset: int, data: bytes) -> DataError:
