@@ -35,7 +35,7 @@ from minillama.config import RunConfig, TokenizerConfig, resolve
 from minillama.data.building import build_once
 from minillama.data.files import Piece
 from minillama.data.sharding import Sharding, index_of, write_whole
-from minillama.data.shards import INDEX, ShardIndex, Tokens, TokenShards
+from minillama.data.shards import INDEX, ShardIndex, Tokens, TokenShards, sha256_of
 from minillama.data.sources import Documents, open_documents, source_hash
 from minillama.data.streams import open_stream, source_stamp
 from minillama.data.token_writer import TokenWriter
@@ -120,6 +120,17 @@ def prepare(config: RunConfig) -> Prepared:
         meta=meta,
         folder=folder,
     )
+
+
+def damaged_files(prepared: Prepared) -> list[Path]:
+    """Return the token files whose content is not what was written; reads all of them.
+
+    Of two files that are not in shards either may be the one, so both are named.
+    """
+    if isinstance(prepared.train, TokenShards) and isinstance(prepared.val, TokenShards):
+        return [*prepared.train.damaged(), *prepared.val.damaged()]
+    paths = [prepared.folder / "train.bin", prepared.folder / "val.bin"]
+    return [] if sha256_of(*paths) == prepared.meta.data_sha256 else paths
 
 
 def _open_tokens(folder: Path, split: Literal["train", "val"], dtype: str) -> Tokens:

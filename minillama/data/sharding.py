@@ -94,6 +94,7 @@ class Sharding:
             DataError: the source cannot be used, or a process was killed.
             OSError: the folder cannot be written.
         """
+        workers = min(workers, self.stream.n_parts)
         for leftover in self.folder.glob(f"*{_UNFINISHED}-*"):
             leftover.unlink(missing_ok=True)
         with tqdm(unit=" tokens", unit_scale=True, desc="tokenizing", delay=2) as bar:
@@ -107,7 +108,7 @@ class Sharding:
 
             try:
                 if workers > 1:
-                    parts = _written_by_processes(self, min(workers, self.stream.n_parts), report)
+                    parts = _written_by_processes(self, workers, report)
                 else:
                     parts = [self.write_part(part, report) for part in range(self.stream.n_parts)]
             except SourceUnreachableError as error:

@@ -12,7 +12,9 @@ the pages in use nor the open files grow with the data.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -26,9 +28,10 @@ INDEX = "index.json"
 
 # Linux maps up to 64 KiB around a page that is touched; an open map counts against a limit of
 # files, often 1024, so that it is charged as if it were large.
-_MOST_MAPPED = 256 << 20  # bytes
+_MOST_MAPPED = 64 << 20  # bytes
 _COST_OF_A_MAP = 2 << 20
 _COST_OF_A_READ = 64 << 10
+_HASHED_AT_ONCE = 1 << 20
 
 
 class ShardFile(BaseModel):
@@ -86,7 +89,7 @@ class TokenShards:
         self.folder = folder
         self.files = tuple(files)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._ends = np.cumsum([0, *(shard.tokens for shard in self.files)])[1:]
+        self._ends = list(accumulate(shard.tokens for shard in self.files))
         self._maps: dict[int, NDArray[Any]] = {}
         self._mapped = 0  # bytes, at most, of the pages of the maps
 
@@ -94,7 +97,7 @@ class TokenShards:
         return TokenShards, (self.folder, self.files, self.dtype.name)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self.files else 0
+        return self._ends[-1] if self.files else 0
 
     @property
     def shape(self) -> tuple[int]:
@@ -124,21 +127,32 @@ class TokenShards:
         start, stop, step = where.indices(len(self))
         if step != 1:
             raise IndexError(f"a slice of token shards has step 1, not {step}")
-        parts = [np.empty(0, self.dtype)]
-        shard = int(np.searchsorted(self._ends, start, "right"))
+        parts = []
+        shard = bisect_right(self._ends, start)
         while start < stop:
-            end = int(self._ends[shard])
+            end = self._ends[shard]
             first = end - self.files[shard].tokens
             parts.append(self._map(shard)[start - first : stop - first])
             self._mapped += max(_COST_OF_A_READ, parts[-1].nbytes)
             start, shard = end, shard + 1
-        return np.concatenate(parts)
+        if len(parts) == 1:
+            return parts[0].copy()
+        return np.concatenate(parts) if parts else np.empty(0, self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
             raise ValueError("token shards are no array in memory: a copy is needed")
         whole = self[:]
         return whole if dtype is None else whole.astype(dtype)
+
+    def damaged(self) -> list[Path]:
+        """Return the files whose content has another sha256 than the index says; reads all."""
+        paths = [self.folder / shard.file for shard in self.files]
+        return [
+            path
+            for path, shard in zip(paths, self.files, strict=True)
+            if sha256_of(path) != shard.sha256
+        ]
 
     def _map(self, shard: int) -> NDArray[Any]:
         if self._mapped > _MOST_MAPPED:
@@ -147,14 +161,25 @@ class TokenShards:
         if shard not in self._maps:
             path = self.folder / self.files[shard].file
             try:
-                self._maps[shard] = np.memmap(path, self.dtype, "r", shape=self.files[shard].tokens)
+                mapped = np.memmap(path, self.dtype, "r", shape=self.files[shard].tokens)
             except (OSError, ValueError) as error:
                 raise DataError(
                     f"cannot read the token shard {path}: {error}; minillama data prepare makes "
                     "it again"
                 ) from error
+            self._maps[shard] = np.asarray(mapped)  # slices of a memmap are slow to make
             self._mapped += _COST_OF_A_MAP
         return self._maps[shard]
+
+
+def sha256_of(*paths: Path) -> str:
+    """Return the sha256 (hex) of files, one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(_HASHED_AT_ONCE):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 Tokens = NDArray[Any] | TokenShards
