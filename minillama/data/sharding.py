@@ -91,7 +91,9 @@ class Sharding:
         """Write all shards that are not there yet and return all, in order.
 
         Raises:
-            DataError: the source cannot be used, or a process was killed.
+            DataError: the source cannot be used.
+            SourceUnreachableError: it was lost on the way; what is finished is kept.
+            MinillamaError: a worker was killed; what is finished is kept.
             OSError: the folder cannot be written.
         """
         workers = min(workers, self.stream.n_parts)
