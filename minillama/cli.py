@@ -127,7 +127,7 @@ def _data_prepare(options: Namespace) -> str:
     config = load_config(options.config, options.overrides)
     from minillama.commands import prepare_data
 
-    return prepare_data(config)
+    return prepare_data(config, check=options.check)
 
 
 def _norms(options: Namespace) -> str:
@@ -295,6 +295,9 @@ def _parser() -> argparse.ArgumentParser:
         _data_prepare,
     )
     takes_config(sub)
+    sub.add_argument(
+        "--check", action="store_true", help="read all that is there; make damaged files again"
+    )
 
     sub = command(
         commands,

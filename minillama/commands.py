@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable
@@ -13,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minillama.config import FilesSource, RunConfig
-from minillama.data.prepare import prepare
+from minillama.data.prepare import damaged_files, prepare
+from minillama.data.shards import Tokens, TokenShards
 from minillama.data.sources import open_documents
 from minillama.data.tokenizer import Tokenizer
 from minillama.errors import ConfigError, DivergedError, RunFolderError
@@ -27,6 +29,8 @@ from minillama.plugins import load_plugins
 from minillama.registry import unknown_name
 from minillama.training.checkpoint import load_checkpoint, save_checkpoint
 from minillama.training.trainer import train
+
+_log = logging.getLogger("minillama")
 
 
 def train_run(config: RunConfig, resume: bool, overwrite: bool, *, progress: bool) -> str:
@@ -62,7 +66,7 @@ def evaluate_text(
     model, tokenizer, config = load_checkpoint(checkpoint)
     if text is None:
         prepared = prepare(config)
-        tokens: NDArray[np.generic] = prepared.val
+        tokens: Tokens = prepared.val
         n_bytes, what = prepared.meta.n_val_bytes, "the validation split"
     else:
         documents = open_documents(FilesSource(kind="files", files=[text]))
@@ -161,11 +165,22 @@ def train_tokenizer_file(config: RunConfig, out: str) -> str:
     return f"{out}: {tokenizer.vocab_size} ids; use it: tokenizer.path={out}"
 
 
-def prepare_data(config: RunConfig) -> str:
-    """Tokenize the config's data into the cache, and say what is there."""
+def prepare_data(config: RunConfig, *, check: bool = False) -> str:
+    """Tokenize the config's data into the cache, and say what is there.
+
+    With ``check`` all that was there is read, and what is damaged is made again.
+    """
     prepared = prepare(config)
+    if check and (damaged := damaged_files(prepared)):
+        for path in damaged:
+            _log.warning("%s is damaged and is made again", path)
+            path.unlink()
+        prepared = prepare(config)
     meta = prepared.meta
     lines = [f"{name}: {value}" for name, value in meta.model_dump().items()]
+    for name, split in (("train", prepared.train), ("val", prepared.val)):
+        if isinstance(split, TokenShards):
+            lines.append(f"n_{name}_shards: {len(split.files)}")
     return "\n".join([f"folder: {prepared.folder}", *lines])
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from minillama.data.shards import Tokens, TokenShards
 from minillama.errors import ConfigError, DataError
 from minillama.model.kernels import IGNORED
 from minillama.model.transformer import Transformer
@@ -22,7 +23,7 @@ from minillama.model.transformer import Transformer
 @torch.inference_mode()
 def evaluate(
     model: Transformer,
-    tokens: npt.ArrayLike | Tensor,
+    tokens: npt.ArrayLike | Tensor | TokenShards,
     *,
     n_bytes: int | None = None,
     seq_len: int | None = None,
@@ -35,7 +36,7 @@ def evaluate(
 
     Args:
         model: in whatever mode it is; it has no dropout.
-        tokens: ids, 1-D of shape (N,), N at least 2; an array, a memory map or a tensor.
+        tokens: ids, 1-D of shape (N,), N at least 2; an array, a memory map, shards or a tensor.
         n_bytes: UTF-8 bytes of the text that the ids stand for.
         seq_len: positions in a window; default: the model's ``max_seq_len``.
         batch_size: windows read at once.
@@ -56,7 +57,11 @@ def evaluate(
         raise ConfigError(
             f"seq_len = {seq_len} is above the model's max_seq_len = {model.config.max_seq_len}"
         )
-    ids_N = tokens.numpy(force=True) if isinstance(tokens, Tensor) else np.asanyarray(tokens)
+    ids_N: Tokens
+    if isinstance(tokens, TokenShards):
+        ids_N = tokens
+    else:
+        ids_N = tokens.numpy(force=True) if isinstance(tokens, Tensor) else np.asanyarray(tokens)
     if ids_N.ndim != 1 or len(ids_N) < 2 or ids_N.dtype.kind not in "iu":
         raise DataError(
             f"nothing to predict in {ids_N.dtype} tokens of shape {ids_N.shape}; give two ids or "
@@ -78,7 +83,7 @@ def evaluate(
 
 
 def _windows(
-    ids_N: npt.NDArray[Any], seq_len: int, batch_size: int, vocab_size: int
+    ids_N: Tokens, seq_len: int, batch_size: int, vocab_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (inputs, targets), (B, T) each, that predict every id but the first once."""
     span = seq_len * batch_size

@@ -16,12 +16,17 @@ _LOGGER = logging.getLogger("minillama")
 
 
 def build_once(
-    folder: Path, is_whole: Callable[[Path], bool], build: Callable[[Path], None]
+    folder: Path,
+    is_whole: Callable[[Path], bool],
+    build: Callable[[Path], None],
+    *,
+    goes_on: bool = False,
 ) -> None:
     """Make sure that ``folder`` is there and whole; if it is not, ``build`` fills a new one.
 
     ``build`` writes into a temporary sibling, which takes the place of ``folder`` in one step, so
-    that nobody ever sees half of it.  Of several processes one builds and the others wait.
+    that nobody ever sees half of it.  If it ``goes_on`` from where it was stopped, it is given
+    ``folder`` itself and has to see to that.  Of several processes one builds and the others wait.
 
     Raises:
         DataError: the folder cannot be written.
@@ -38,7 +43,11 @@ def build_once(
             lock.acquire()
         try:
             if not is_whole(folder):
-                _replace(folder, build)
+                if goes_on:
+                    folder.mkdir(exist_ok=True)
+                    build(folder)
+                else:
+                    _replace(folder, build)
         finally:
             lock.release()
     except OSError as error:

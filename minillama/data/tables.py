@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import huggingface_hub
-import huggingface_hub.constants
-import huggingface_hub.errors
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,15 +23,22 @@ from minillama.cache import cache_folder
 from minillama.config import FilesSource, HubSource
 from minillama.data.building import build_once
 from minillama.data.files import check_utf8
-from minillama.errors import DataError, MinillamaError, SourceUnreachableError
+from minillama.data.table_faults import (
+    explained,
+    hub_answers,
+    no_column,
+    not_text,
+    offline,
+    quiet,
+    text_of,
+)
+from minillama.errors import DataError
 
 _LOGGER = logging.getLogger("minillama")
-_TIMEOUT = 10.0  # seconds until the hub counts as unreachable
 _ROWS_AT_ONCE = 1000
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
-_HTTP_PACKAGES = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp")
 # pandas would read texts such as "NA" and "null" as nothing.
-_CSV_OPTIONS = {"encoding": "utf-8-sig", "keep_default_na": False, "na_values": [""]}
+CSV_OPTIONS = {"encoding": "utf-8-sig", "keep_default_na": False, "na_values": [""]}
 
 Rows = tuple[NDArray[np.int64], Callable[[int], str]]
 """The size of each document in UTF-8 bytes, and the function that reads document i."""
@@ -53,14 +57,14 @@ def open_files(source: FilesSource, paths: list[Path], source_hash: str) -> Rows
             continue
         if source.format != "parquet" and path.suffix not in _COMPRESSED:
             check_utf8(path)  # the readers of datasets tell no offset, or take any bytes
-        with _quiet(), _explained(str(path)):
+        with quiet(), explained(str(path)):
             table = datasets.load_dataset(
                 source.format,
                 data_files=glob.escape(str(path)),
                 split="train",
                 # A folder for each content, since datasets knows a file by its name and time.
                 cache_dir=str(_folder_of("datasets", source_hash)),
-                **(_CSV_OPTIONS if source.format == "csv" else {}),
+                **(CSV_OPTIONS if source.format == "csv" else {}),
             )
             chunks += _text_chunks(table, source.text_field, str(path))
     return _rows(chunks, f"data.source.files: column {source.text_field!r}")
@@ -76,19 +80,9 @@ def open_hub(source: HubSource, source_hash: str) -> Rows:
         SourceUnreachableError: the hub cannot be reached.
     """
     where = f"data set {source.path!r}"
-    is_local = Path(source.path).exists()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_explained(where))
-        if not is_local and not _hub_answers(source):
-            stack.enter_context(_offline())
-        table = datasets.load_dataset(
-            source.path,
-            source.name,
-            split=source.split,
-            revision=source.revision,
-            streaming=source.streaming,
-            cache_dir=str(_folder_of("datasets", source_hash)) if is_local else None,
-        )
+        stack.enter_context(explained(where))
+        table = load_hub(source, source_hash, stack)
         if source.streaming:
             chunks = _stream_chunks(source, table, source_hash)
         else:
@@ -96,6 +90,21 @@ def open_hub(source: HubSource, source_hash: str) -> Rows:
                 table = table.select(range(min(source.max_documents, len(table))))
             chunks = _text_chunks(table, source.text_field, where)
     return _rows(chunks, f"{where}: column {source.text_field!r}")
+
+
+def load_hub(source: HubSource, source_hash: str, stack: contextlib.ExitStack) -> Any:
+    """Load a data set of the hub or of a local folder; until ``stack`` ends it may be offline."""
+    is_local = Path(source.path).exists()
+    if not is_local and not hub_answers(source):
+        stack.enter_context(offline())
+    return datasets.load_dataset(
+        source.path,
+        source.name,
+        split=source.split,
+        revision=source.revision,
+        streaming=source.streaming,
+        cache_dir=str(_folder_of("datasets", source_hash)) if is_local else None,
+    )
 
 
 def _folder_of(sort: str, source_hash: str) -> Path:
@@ -107,10 +116,10 @@ def _folder_of(sort: str, source_hash: str) -> Path:
 
 def _text_chunks(table: datasets.Dataset, field: str, where: str) -> list[Any]:
     if field not in table.column_names:
-        raise _no_column(where, field, table.column_names)
+        raise no_column(where, field, table.column_names)
     kind = str(getattr(table.features[field], "dtype", table.features[field]))
     if kind not in ("string", "large_string"):
-        raise _not_text(where, field, kind)
+        raise not_text(where, field, kind)
     column = table.data.column(field)
     try:
         column.validate(full=True)
@@ -171,14 +180,9 @@ def _stream_chunks(
 
 def _texts(source: HubSource, table: Iterable[dict[str, Any]]) -> Iterator[str | None]:
     where = f"data set {source.path!r}"
-    with _explained(where):
+    with explained(where):
         for row in tqdm(table, desc="reading", unit=" documents", delay=2):
-            if source.text_field not in row:
-                raise _no_column(where, source.text_field, list(row))
-            text = row[source.text_field]
-            if text is not None and not isinstance(text, str):
-                raise _not_text(where, source.text_field, type(text).__name__)
-            yield text
+            yield text_of(row, source.text_field, where)
 
 
 def _batched(texts: Iterable[str | None]) -> Iterator[list[str | None]]:
@@ -189,105 +193,3 @@ def _batched(texts: Iterable[str | None]) -> Iterator[list[str | None]]:
             yield batch
             batch = []
     yield batch
-
-
-# --------------------------------------------------------------------------- errors and network
-
-
-def _no_column(where: str, field: str, columns: list[str]) -> DataError:
-    return DataError(
-        f"{where} has no column {field!r} (data.source.text_field); it has: {', '.join(columns)}"
-    )
-
-
-def _not_text(where: str, field: str, kind: str) -> DataError:
-    return DataError(
-        f"{where}: column {field!r} (data.source.text_field) holds {kind}, not strings"
-    )
-
-
-@contextlib.contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """Turn what ``datasets`` raises into one line of ours."""
-    try:
-        yield
-    except MinillamaError:
-        raise
-    except Exception as error:
-        causes = list(_chain(error))
-        if any(_is_of_network(cause) for cause in causes):
-            raise SourceUnreachableError(
-                f"cannot reach {where} on the Hugging Face hub, and it is not in the local cache; "
-                "connect to the network, or use data.source.kind=pydocs, which needs none, or "
-                "kind=files"
-            ) from error
-        if "scripts are no longer supported" in str(error):
-            raise DataError(
-                f"{where} exists only as a script, which datasets does not run; use one that "
-                "holds data files"
-            ) from error
-        reason = " ".join(str(causes[-1]).split()) or "it is empty"
-        raise DataError(f"cannot read {where}: {reason[:300]}") from error
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def _is_of_network(error: BaseException) -> bool:
-    return (
-        isinstance(error, (ConnectionError, TimeoutError, huggingface_hub.errors.HfHubHTTPError))
-        or type(error).__module__.partition(".")[0] in _HTTP_PACKAGES
-    )
-
-
-def _hub_answers(source: HubSource) -> bool:
-    """Ask the hub once, since ``datasets`` itself would try for half a minute."""
-    try:
-        huggingface_hub.HfApi().dataset_info(
-            source.path, revision=source.revision, timeout=_TIMEOUT
-        )
-    except huggingface_hub.errors.RevisionNotFoundError:
-        raise DataError(f"data set {source.path!r} has no revision {source.revision!r}") from None
-    except huggingface_hub.errors.RepositoryNotFoundError:
-        raise DataError(
-            f"the hub has no data set {source.path!r}, or it is private; check data.source.path"
-        ) from None
-    except huggingface_hub.errors.HFValidationError as error:
-        raise DataError(f"data.source.path = {source.path!r}: {error}") from None
-    except huggingface_hub.errors.HfHubHTTPError:
-        return True  # it answers; whatever it means, load_dataset will say
-    except Exception:
-        return False  # each version of the hub's client has errors of its own for no network
-    return True
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """Let ``datasets`` look into its own cache only."""
-    holders: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [holder.HF_HUB_OFFLINE for holder in holders]
-    for holder in holders:
-        holder.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for holder, value in zip(holders, before, strict=True):
-            holder.HF_HUB_OFFLINE = value
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep ``datasets`` from printing bars, and errors that we word ourselves."""
-    bars = datasets.are_progress_bars_disabled()
-    verbosity = datasets.utils.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.utils.logging.set_verbosity(verbosity)
-        if not bars:
-            datasets.enable_progress_bars()

@@ -136,6 +136,7 @@ def summarise(
 def hash_config(config: RunConfig) -> str:
     """Return a SHA-256 of all that decides a run's numbers: not its name, folder or loggers."""
     plain = config.model_dump(mode="json", exclude={"name", "out_dir", "loggers"})
+    del plain["data"]["workers"]  # of which the data does not depend
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

@@ -48,6 +48,7 @@ MAY_CHANGE = frozenset(
         "name",
         "out_dir",
         "loggers",
+        "data.workers",
         "train.steps",
         "train.eval_every",
         "train.save_every",

@@ -6,7 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minillama.data import batches as batches_module
 from minillama.data.batches import Batches
+from minillama.data.permutation import FeistelPermutation
 from minillama.errors import DataError
 
 sizes = st.tuples(
@@ -114,3 +116,16 @@ def test_fewer_tokens_than_a_window_are_refused_with_their_count(n_tokens):
     with pytest.raises(DataError, match=rf"^{n_tokens} tokens do not fill one window of 8 \+ 1"):
         Batches(np.arange(n_tokens), 8, 1, 0)
     assert Batches(np.arange(9), 8, 1, 0).n_windows == 1
+
+
+def test_the_order_of_very_many_windows_is_computed(monkeypatch):
+    monkeypatch.setattr(batches_module, "_MOST_DRAWN", 100)
+    tokens = np.arange(1011)
+    drawn, computed = Batches(tokens[:1001], 10, 10, 7), Batches(tokens, 10, 10, 7)
+    assert (drawn.n_windows, computed.n_windows) == (100, 101)
+    orders = [first_tokens(computed, range(101 * epoch, 101 * epoch + 101)) for epoch in range(3)]
+    assert all(sorted(order) == list(range(0, 1010, 10)) for order in orders)
+    assert len(set(map(tuple, orders))) == 3
+    assert all(isinstance(order, FeistelPermutation) for order in computed._orders.values())
+    drawn.batch_at(0)
+    assert isinstance(drawn._orders[0], np.ndarray)
