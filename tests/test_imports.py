@@ -20,7 +20,7 @@ LAYERS = [
     ("config",),
     ("ablation_config",),
     ("model", "data"),
-    ("evaluate", "generate"),
+    ("evaluate", "generate", "plan"),
     ("training",),
     ("interop",),
     ("ablation", "bench"),
