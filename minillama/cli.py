@@ -32,6 +32,7 @@ EXTRAS = {
     "transformers": "hf",
     "tokenizers": "hf",
     "gguf": "gguf",
+    "ray": "ray",
     "tensorboard": "tensorboard",
 }
 """The extra of this package that brings each optional library."""
@@ -60,7 +61,12 @@ def _ablate(options: Namespace) -> str:
         return dry_run(config)
     from minillama.ablation.report import write_report  # before hours of work, should it be missing
 
-    folder = run(config, progress=not options.quiet)
+    if config.runner.kind == "ray":
+        from minillama.ablation.ray_runner import run as run_on_ray
+
+        folder = run_on_ray(config, progress=not options.quiet)
+    else:
+        folder = run(config, progress=not options.quiet)
     return f"report: {write_report(folder)}"
 
 
