@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from minillama.config import OWNED_BY_KIND
 from minillama.errors import Fault
-from minillama.fields import Name, Positive, PositiveFloat, Seed
+from minillama.fields import Name, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seed
 from minillama.reading import Section, check, dotted, override, parse_overrides, read_yaml, refuse
 from minillama.registry import unknown_name
 
@@ -18,16 +18,45 @@ from minillama.registry import unknown_name
 class RunnerConfig(Section):
     """How the cells of an ablation are spread over the machine."""
 
-    kind: Literal["local"] = "local"
-    workers: Positive | None = Field(
-        None, description="processes that train at once; default: one a core"
+    kind: Literal["local", "ray"] = Field(
+        "local",
+        description="local: processes of this machine; ray: tasks on a Ray cluster, whose nodes "
+        "need minillama, and the text under the same path, and give back all but checkpoints",
     )
-    threads: Positive | None = Field(None, description="of each worker; default: cores / workers")
+    workers: Positive | None = Field(
+        None,
+        description="cells that train at once; default: one a core, or what the cluster has room "
+        "for",
+    )
+    threads: Positive | None = Field(
+        None, description="of each worker; default: cores / workers, 1 under ray"
+    )
+    address: str = Field(
+        "auto", description="ray: of the cluster; auto: the one here; local: one is started here"
+    )
+    gpus: NonNegativeFloat | None = Field(
+        None, description="ray: GPUs of a cell, or a share of one; default: 1 on device cuda, or 0"
+    )
+    retries: NonNegative = Field(3, description="ray: new starts of a cell whose node was lost")
     stop_hopeless: bool = Field(
         True,
         description="end a cell at its first value that is not finite, where its fate, diverged, "
         "is certain; nothing less is, so nothing else is cut and no measure changes",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> RunnerConfig:
+        if self.kind == "local":
+            rule = "is of kind: ray alone; leave it out, or set kind: ray"
+            defaults = type(self).model_fields
+            refuse(
+                [
+                    Fault(name, getattr(self, name), rule, "kind")
+                    for name in ("address", "gpus", "retries")
+                    if getattr(self, name) != defaults[name].default
+                ]
+            )
+        return self
 
 
 class AblationConfig(Section):

@@ -32,6 +32,7 @@ EXTRAS = {
     "transformers": "hf",
     "tokenizers": "hf",
     "gguf": "gguf",
+    "ray": "ray",
     "tensorboard": "tensorboard",
 }
 """The extra of this package that brings each optional library."""
@@ -44,6 +45,14 @@ def _train(options: Namespace) -> str:
     return train_run(config, options.resume, options.overwrite, progress=not options.quiet)
 
 
+def _plan(options: Namespace) -> str:
+    config = load_config(options.config, options.overrides)
+    from minillama.plan.report import as_json, as_text, plan
+
+    figures = plan(config, gpu=options.gpu, n_gpus=options.gpus, mfu=options.mfu)
+    return as_json(figures) if options.json else as_text(figures)
+
+
 def _ablate(options: Namespace) -> str:
     config = load_ablation(options.config, options.overrides)
     from minillama.ablation.runner import dry_run, run
@@ -52,7 +61,12 @@ def _ablate(options: Namespace) -> str:
         return dry_run(config)
     from minillama.ablation.report import write_report  # before hours of work, should it be missing
 
-    folder = run(config, progress=not options.quiet)
+    if config.runner.kind == "ray":
+        from minillama.ablation.ray_runner import run as run_on_ray
+
+        folder = run_on_ray(config, progress=not options.quiet)
+    else:
+        folder = run(config, progress=not options.quiet)
     return f"report: {write_report(folder)}"
 
 
@@ -191,6 +205,19 @@ def _parser() -> argparse.ArgumentParser:
     takes_config(sub)
     sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
+
+    sub = command(
+        commands,
+        "plan",
+        "foretell a training's parameters, FLOPs, memory and time",
+        "minillama plan configs/llama-7b.yaml --gpus 64 --gpu h100",
+        _plan,
+    )
+    takes_config(sub)
+    sub.add_argument("--gpus", type=int, default=1, metavar="N", help="how many; default: 1")
+    sub.add_argument("--gpu", metavar="NAME", help="such as h100, or cpu; default: what is here")
+    sub.add_argument("--mfu", type=float, default=0.4, help="share of its peak that is reached")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command(
         commands,

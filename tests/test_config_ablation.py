@@ -2,9 +2,10 @@
 
 import pytest
 
-from minillama.ablation_config import AblationConfig, load_ablation
+from minillama.ablation_config import AblationConfig, RunnerConfig, load_ablation
 from minillama.config import parse_run, to_yaml
 from minillama.errors import ConfigError
+from minillama.reading import check
 
 
 @pytest.fixture
@@ -84,3 +85,11 @@ def test_an_ablation_is_written_and_read_back_equal(ablation, tmp_path):
     config = ablation("axes={train.dtype: [float32, bfloat16]}", "runner.workers=2")
     assert ablation(text=to_yaml(config)) == config
     assert isinstance(config, AblationConfig)
+
+
+def test_what_is_rays_alone_is_refused_without_it():
+    with pytest.raises(ConfigError) as caught:
+        check(RunnerConfig, {"gpus": 0.5, "retries": 1}, "test")
+    assert [fault.path for fault in caught.value.faults] == ["gpus", "retries"]
+    assert "set kind: ray" in str(caught.value)
+    assert check(RunnerConfig, {"kind": "ray", "gpus": 0.5, "retries": 0}, "test").gpus == 0.5

@@ -20,7 +20,7 @@ LAYERS = [
     ("config",),
     ("ablation_config",),
     ("model", "data"),
-    ("evaluate", "generate"),
+    ("evaluate", "generate", "plan"),
     ("training",),
     ("interop",),
     ("ablation", "bench"),
@@ -174,6 +174,7 @@ def test_what_is_allowed_is_no_fault(tmp_path, file, source):
         ("minillama.config", {"torch", "transformers", "datasets", "numpy"}),
         ("minillama.cli", {"torch", "transformers", "datasets", "matplotlib"}),
         ("minillama.training.trainer", {"transformers", "matplotlib", "plotly", "tensorboard"}),
+        ("minillama.ablation.runner", {"ray", "matplotlib"}),
         # A report reads the files of finished runs, and needs no model for it.
         ("minillama.ablation.report", {"torch", "transformers", "minillama.model.transformer"}),
     ],

@@ -11,9 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Protocol
 
 from filelock import FileLock, Timeout
 
@@ -44,7 +46,34 @@ _POLL = 0.3  # seconds between looks at how far the running cells are
 _log = logging.getLogger("minillama")
 
 
-def run(config: AblationConfig, *, progress: bool = True) -> Path:
+class CellPool(Protocol):
+    """What trains the cells: :class:`Pool` here, or another way to spread them."""
+
+    events: queue.SimpleQueue[Cell | Ended]
+
+    def __enter__(self) -> CellPool: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a cell is being trained or waits for it."""
+
+    def stop(self) -> None:
+        """Start no further cell and end those that run; returns at once."""
+
+
+def run(
+    config: AblationConfig,
+    *,
+    progress: bool = True,
+    make_pool: Callable[[Sequence[Cell], int, int], CellPool] = Pool,
+) -> Path:
     """Run every cell that is not finished and return the ablation's folder.
 
     A cell that diverges or collapses is a result; one that crashes is a row of ``cells.csv`` with
@@ -53,6 +82,8 @@ def run(config: AblationConfig, *, progress: bool = True) -> Path:
     Args:
         config: of the ablation; see :func:`minillama.config.load_ablation`.
         progress: show one bar for the whole, and a line for each cell that ends.
+        make_pool: what trains the cells, made from them, the number of workers and the threads of
+            each; :func:`minillama.ablation.ray_runner.run` brings another.
 
     Raises:
         ConfigError: an arm is faulty, or the folder holds cells of another config.
@@ -78,7 +109,7 @@ def run(config: AblationConfig, *, progress: bool = True) -> Path:
         with (
             StopSignal() as stop,
             Display(grid, table, progress) as display,
-            Pool(todo, workers, threads) as pool,
+            make_pool(todo, workers, threads) as pool,
         ):
             for event in _events(pool, stop, display):
                 if isinstance(event, Cell):
@@ -118,6 +149,7 @@ def dry_run(config: AblationConfig) -> str:
     lines.append(f"{len(todo)} of {len(grid)} cells to run, {tokens:,} tokens")
     if todo:
         workers, threads = _share_cores(config, grid)
+        workers = workers or 1
         seconds = estimate(todo, workers, threads)
         minutes = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
         lines.append(
@@ -206,11 +238,13 @@ def _run_order(grid: Sequence[Cell]) -> list[Cell]:
 
 
 def _share_cores(config: AblationConfig, grid: Sequence[Cell]) -> tuple[int, int]:
-    """Return how many workers there are and how many threads each has.
+    """Return how many workers there are and how many threads each has; 0 workers: not limited.
 
     It is the same for the whole grid and for what is left of it: a thread more changes a sum's last
     bit, and cells of one grid should differ in nothing but their config.
     """
+    if config.runner.kind == "ray":  # whatever nodes there are, and come to be
+        return config.runner.workers or 0, config.runner.threads or 1
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -226,7 +260,7 @@ def _share_cores(config: AblationConfig, grid: Sequence[Cell]) -> tuple[int, int
 # ------------------------------------------------------------------------------- while they run
 
 
-def _events(pool: Pool, stop: StopSignal, display: Display) -> Iterator[Cell | Ended]:
+def _events(pool: CellPool, stop: StopSignal, display: Display) -> Iterator[Cell | Ended]:
     """Yield what happens in the pool until it is done, passing on the wish to stop."""
     stopping = False
     while True:

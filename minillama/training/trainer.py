@@ -33,6 +33,7 @@ from minillama.evaluate import evaluate
 from minillama.generate import generate
 from minillama.model.kernels import IGNORED
 from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.training.checkpoint import (
     Resumed,
     hash_tensors,
@@ -70,7 +71,8 @@ def train(
 
     Raises:
         ConfigError: the folder holds a run and neither flag is given; a resumed run differs in a
-            field that decides its numbers; the device or a logger's package is missing.
+            field that decides its numbers; the device or a logger's package is missing; the run
+            needs more memory than there is.
         DivergedError: a loss, gradient or weight is no longer finite.
         InterruptedRunError: Ctrl-C or SIGTERM came; the state is saved.
         RunFolderError: the folder cannot be written, or another run is using it.
@@ -78,6 +80,7 @@ def train(
     """
     config = resolve(config)
     device = pick_device(config.train.device)
+    refuse_what_cannot_fit(config, device)
     check_loggers(config.loggers)
     for line in advice(config.model):
         _log.warning("%s: %s", config.name, line)

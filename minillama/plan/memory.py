@@ -1,0 +1,189 @@
+"""The memory that a training run takes, part by part, by arithmetic.
+
+    weights     4 bytes a parameter: float32, also under bfloat16 autocast
+    gradients   4 bytes a parameter
+    optimizer   8 bytes a parameter: AdamW's two means (optim.py)
+    copies      2 bytes a matrix's parameter: what bfloat16 autocast casts and backward reads again
+    activations what the forward pass keeps for the backward pass, :func:`activations_per_token`
+    logits      what the loss takes at its peak, :func:`logits_bytes`
+    gathered    FSDP alone: the layers that are whole at a time
+    buckets     DDP alone: the gradients once more, as they are sent
+    other       the batch, the table of rotations, weights a probe remembers, Python's own objects
+
+Backward makes gradients as it lets activations go, so the peak in use is less than the sum:
+:attr:`Memory.peak`; what a CPU's process then holds is more: :attr:`Memory.peak_on_cpu`.  Sizes are
+of one rank.  Not in it: the token files, whose pages the system takes back when it needs them, and
+what the process takes before it trains (:data:`PROCESS`).
+
+:func:`activations_per_token` and :func:`logits_bytes` say what the code of model/ keeps, tensor by
+tensor; a test compares them with what autograd saves.  They change where that code does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from minillama.config import ModelConfig, RunConfig
+from minillama.plan.parameters import Layout, block_matrices, count_parameters
+
+Parallel = Literal["none", "ddp", "fsdp"]
+
+PROCESS = 330_000_000
+"""Bytes of a process that has imported torch and minillama and done nothing yet (Linux, CPU)."""
+
+BUFFERS = 30_000_000
+"""Bytes that BLAS, the tokenizer and the first use of many a module take (measured)."""
+
+HELD_BACK = {False: 0.25, True: 0.75}
+"""Share of the activations that the heap keeps in gaps; more where gradients stay between passes
+(measured)."""
+
+BLOCK_OBJECTS = 60_000
+"""Bytes of Python objects of a block, which count where blocks are many and small (measured)."""
+
+FLOAT32, BFLOAT16, INT64 = 4, 2, 8
+
+NORM_KEEPS = {"rmsnorm": 0, "layernorm": 0, "l2norm": 0, "scalenorm": 1, "dyt": 1, "derf": 2}
+"""What a kind keeps besides its input, in tensors as large as that."""
+
+_UNKNOWN_NORM_KEEPS = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank by part; see the module's list."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    copies: int
+    activations: int
+    logits: int
+    gathered: int
+    buckets: int
+    other: int
+    embedding_gradients: int
+    """Two more gradients of a tied embedding, for a moment."""
+    accumulates: bool
+    """Gradients of earlier micro-batches are there while a later one runs."""
+
+    @property
+    def state(self) -> int:
+        """What is there all the time."""
+        return self.weights + self.optimizer + self.buckets + self.other
+
+    @property
+    def peak(self) -> int:
+        """The most that is in use at once, in one pass forward and backward."""
+        passing = self.activations + self.logits + self.copies
+        # At the end of backward a tied embedding's gradient is a sum of two.
+        gradients = self.gradients + self.embedding_gradients
+        both = passing + self.gradients if self.accumulates else passing
+        return self.state + self.gathered + max(both, gradients)
+
+    @property
+    def peak_on_cpu(self) -> int:
+        """The most that the process holds on a CPU, beyond :data:`PROCESS`.
+
+        Tensors of less than 32 MiB come from the heap of the C library, which gives nothing back:
+        gradients do not take the place of activations, and lie between them, so that those of the
+        next pass do not fill the gaps.  Measured (glibc 2.36), and not exact: the order of calls
+        decides.
+        """
+        held_back = HELD_BACK[self.accumulates] * self.activations
+        passing = self.activations + self.logits + self.copies
+        return self.state + self.gathered + self.gradients + passing + round(held_back) + BUFFERS
+
+
+def activations_per_token(config: ModelConfig, *, autocast: bool = False) -> dict[str, int]:
+    """Return the bytes a token that forward keeps for backward, by what keeps them.
+
+    Args:
+        config: resolved.
+        autocast: matrix products run in bfloat16, the residual stream stays float32.
+    """
+    layout, dim = Layout.of(config), config.dim
+    n_layers, size = config.n_layers, config.head_dim
+    q_dim, kv_dim = config.n_heads * size, config.n_kv_heads * size
+    keeps = NORM_KEEPS.get(config.norm.kind, _UNKNOWN_NORM_KEEPS)
+    if config.norm.kind == "rmsnorm" and config.norm.options["partial"] < 1:
+        keeps += 1  # the kernel takes no part of a row
+    product = BFLOAT16 if autocast else FLOAT32
+    # Autocast casts the input of each projection on its own; in float32 they share one tensor.
+    inputs = (3 + 2) * dim * BFLOAT16 if autocast else 2 * dim * FLOAT32
+    norms = 0
+    for site, count in layout.norms.items():
+        if site.rms or config.norm.kind != "none":
+            own = product if site.of_product else FLOAT32
+            own += 0 if site.rms else keeps * FLOAT32
+            norms += count * site.heads * (site.width * own + FLOAT32)
+    repeated = config.n_heads > config.n_kv_heads  # keys and values are repeated for each query
+    v_kept = q_dim if repeated else kv_dim
+    return {
+        "norms": norms,
+        "inputs of projections": n_layers * inputs,
+        "queries, keys, values": n_layers * (q_dim + 2 * v_kept) * product,
+        # its output as the kernel made it, and as o_proj reads it: heads side by side
+        "attention": n_layers * (2 * q_dim * product + config.n_heads * FLOAT32),
+        "mlp": n_layers * 4 * config.ffn_dim * product,
+        "gates": layout.gates * 2 * dim * product,
+        "head": dim * (product + FLOAT32 * (config.embed_scale == "learned")),
+    }
+
+
+def logits_bytes(config: ModelConfig, n_tokens: int, *, z_loss: bool = False) -> int:
+    """Return the bytes that the loss of ``n_tokens`` takes at its peak, early in backward.
+
+    The logarithm of the softmax, its gradient and that of the logits, all float32; a soft cap keeps
+    its tanh, the z-loss the logits themselves.
+    """
+    tensors = 3 + (config.logit_softcap > 0) + z_loss
+    return tensors * config.vocab_size * n_tokens * FLOAT32
+
+
+def micro_batch(config: RunConfig, n_ranks: int = 1) -> int:
+    """Return the windows in a forward pass of one rank."""
+    share = max(1, config.train.batch_size // n_ranks)
+    return min(share, config.train.micro_batch_size or share)
+
+
+def estimate_memory(config: RunConfig, parallel: Parallel = "none", n_ranks: int = 1) -> Memory:
+    """Estimate what one of ``n_ranks`` needs to train ``config`` (resolved).
+
+    Raises:
+        UnknownNameError: the norm or the placement is not registered.
+    """
+    model, train, seq_len = config.model, config.train, config.data.seq_len
+    autocast = train.dtype == "bfloat16"
+    count = count_parameters(model)
+    rows = micro_batch(config, n_ranks)
+    n_tokens = rows * seq_len
+    shards = n_ranks if parallel == "fsdp" else 1
+    share = -(-count.total // shards)
+    matrices = count.total - count.norms - count.other
+    matrices -= 0 if model.tie_embeddings else count.embedding  # looked up, not multiplied
+    gathered = 0
+    if parallel == "fsdp":
+        width = BFLOAT16 if autocast else FLOAT32
+        root = count.embedding + count.head
+        # Whole at a time: embedding and head, the block that runs and the one fetched ahead, and
+        # the gradient of the block that was left last.
+        gathered = (root + 3 * sum(block_matrices(model))) * width
+    # int64 inputs and targets, and the copies on the way to them
+    batch = 5 * train.batch_size * (seq_len + 1) * INT64
+    rotations = 3 * model.max_seq_len * model.head_dim * FLOAT32
+    probe = FLOAT32 * share if train.probe_every else 0
+    return Memory(
+        weights=FLOAT32 * share,
+        gradients=FLOAT32 * share,
+        optimizer=2 * FLOAT32 * share,
+        copies=BFLOAT16 * matrices if autocast and parallel != "fsdp" else 0,
+        activations=n_tokens * sum(activations_per_token(model, autocast=autocast).values()),
+        logits=logits_bytes(model, n_tokens, z_loss=config.optim.z_loss > 0),
+        gathered=gathered,
+        buckets=FLOAT32 * count.total if parallel == "ddp" else 0,
+        other=batch + rotations + probe + BLOCK_OBJECTS * model.n_layers,
+        embedding_gradients=2 * FLOAT32 * count.embedding // shards if model.tie_embeddings else 0,
+        accumulates=rows * n_ranks < train.batch_size,
+    )

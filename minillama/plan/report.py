@@ -1,0 +1,180 @@
+"""`minillama plan`: what a run would take, before it takes it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from minillama.config import RunConfig
+from minillama.errors import ConfigError
+from minillama.plan.compute import (
+    DEFAULT_MFU,
+    FORMULA,
+    GPUS,
+    Device,
+    count_flops,
+    gpu_named,
+    measure_cpu,
+)
+from minillama.plan.limit import listed
+from minillama.plan.machine import GIB, host_memory
+from minillama.plan.memory import PROCESS, Parallel, estimate_memory, micro_batch
+from minillama.plan.parameters import count_parameters
+
+CUDA_CONTEXT = 10**9
+"""Bytes of a GPU that CUDA, cuBLAS and the allocator's gaps take, roughly."""
+
+
+def plan(
+    config: RunConfig,
+    *,
+    gpu: str | None = None,
+    n_gpus: int = 1,
+    mfu: float = DEFAULT_MFU,
+) -> dict[str, Any]:
+    """Return what training ``config`` (resolved) takes, by arithmetic; no model is built.
+
+    Args:
+        gpu: a name of :data:`minillama.plan.compute.GPUS`, or ``cpu``: this machine's, whose speed
+            is measured in a third of a second; None: this machine's GPU if the table has it, else
+            its CPU.
+        n_gpus: how many train together.
+        mfu: share of the device's peak that training is to reach.
+
+    Returns:
+        what ``--json`` prints; sizes in bytes, times in seconds.
+
+    Raises:
+        ConfigError: the GPU is unknown, or a number is out of its range.
+    """
+    if n_gpus < 1:
+        raise ConfigError(f"--gpus = {n_gpus}: must be at least 1")
+    if not 0 < mfu <= 1:
+        raise ConfigError(f"--mfu = {mfu:g}: must be above 0 and at most 1")
+    train = config.train
+    if n_gpus > train.batch_size:
+        raise ConfigError(
+            f"--gpus = {n_gpus}: train.batch_size = {train.batch_size} gives not even a window to "
+            "each; raise it, or take fewer"
+        )
+    device = _device(config, gpu)
+    count, compute = count_parameters(config.model), count_flops(config)
+    modes: list[Parallel] = ["none"] if n_gpus == 1 else ["none", "ddp", "fsdp"]
+    return {
+        "name": config.name,
+        "parameters": {**vars(count), "total": count.total},
+        "tokens": compute.tokens,
+        "tokens_per_parameter": compute.tokens / count.total,
+        "flops": {
+            "forward_per_token": compute.forward,
+            "backward_per_token": compute.backward,
+            "total": compute.total,
+            "formula": FORMULA,
+        },
+        "device": {
+            "name": device.name,
+            "count": n_gpus,
+            "peak_flops": device.peak(train.dtype),
+            "memory": device.memory,
+            "source": device.source,
+        },
+        "dtype": train.dtype,
+        "seq_len": config.data.seq_len,
+        "mfu": mfu,
+        "memory": [_mode(config, mode, n_gpus, device) for mode in modes],
+        "seconds": compute.seconds(device, n_gpus, train.dtype, mfu),
+    }
+
+
+def _device(config: RunConfig, name: str | None) -> Device:
+    if name is None:
+        here = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+        # The longest name first: an L40S is no L4.
+        fitting = [row for row in sorted(GPUS, key=len, reverse=True) if row in here]
+        name = fitting[0] if fitting else "cpu"
+    if name != "cpu":
+        return gpu_named(name)
+    return measure_cpu(config.train.dtype, host_memory() or 0)
+
+
+def _mode(config: RunConfig, mode: Parallel, n_gpus: int, device: Device) -> dict[str, Any]:
+    n_ranks = 1 if mode == "none" else n_gpus
+    memory = estimate_memory(config, mode, n_ranks)
+    on_cpu = device.name == "cpu"
+    peak = memory.peak_on_cpu + PROCESS if on_cpu else memory.peak + CUDA_CONTEXT
+    there = n_ranks * peak if on_cpu else peak  # the ranks of a CPU share its memory
+    return {
+        "parallel": mode,
+        "ranks": n_ranks,
+        "micro_batch_size": micro_batch(config, n_ranks),
+        **dict(listed(memory)),
+        "peak": peak,
+        "fits": there <= device.memory if device.memory else None,
+    }
+
+
+# ------------------------------------------------------------------------------------------- text
+
+
+def as_json(figures: dict[str, Any]) -> str:
+    """Write what :func:`plan` returned as one JSON object."""
+    return json.dumps(figures, indent=2)
+
+
+def as_text(figures: dict[str, Any]) -> str:
+    """Write what :func:`plan` returned for people."""
+    flops, device, parts = figures["flops"], figures["device"], dict(figures["parameters"])
+    total = parts.pop("total")
+    many = f"{device['count']} × {device['name']}"
+    shares = ", ".join(f"{name} {size:,}" for name, size in parts.items() if size)
+    return "\n".join(
+        (
+            f"{figures['name']}: {total:,} parameters ({shares})",
+            f"tokens       {figures['tokens']:,}, {figures['tokens_per_parameter']:.1f} for each "
+            "parameter",
+            f"FLOPs        forward {_si(flops['forward_per_token'])}, backward "
+            f"{_si(flops['backward_per_token'])} a token; {flops['total']:.3g} in all",
+            f"             {flops['formula']}",
+            "",
+            *_memory_table(figures),
+            "",
+            f"time         {_duration(figures['seconds'])} of training on {many} at "
+            f"{figures['mfu']:.0%} of {_si(device['peak_flops'])}FLOP/s "
+            f"({figures['dtype']}; {device['source']})",
+        )
+    )
+
+
+def _memory_table(figures: dict[str, Any]) -> list[str]:
+    rows, device = figures["memory"], figures["device"]
+    left_out = ("parallel", "ranks", "micro_batch_size", "peak", "fits")
+    names = [n for n in rows[0] if n not in left_out and any(row[n] for row in rows)]
+    head = f"memory, GiB  {'windows':>8}" + "".join(f"{n:>12}" for n in [*names, "peak"])
+    lines = [head]
+    for row in rows:
+        cells = "".join(f"{row[n] / GIB:12.2f}" for n in [*names, "peak"])
+        fits = {True: "fits", False: "does not fit", None: ""}[row["fits"]]
+        lines.append(f"  {row['parallel']:<10} {row['micro_batch_size']:>8}{cells}  {fits}")
+    each = "" if device["name"] == "cpu" else " each"
+    lines.append(
+        f"             of one rank; {device['name']}: {device['memory'] / GIB:.1f} GiB{each}; "
+        "gradients take the place of activations as backward goes"
+    )
+    return lines
+
+
+def _si(number: float) -> str:
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g} "
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400 * 2, "days"), (7200, "hours"), (120, "minutes")):
+        if seconds >= size:
+            per = {"days": 86400, "hours": 3600, "minutes": 60}[unit]
+            return f"{seconds / per:.1f} {unit}"
+    return f"{seconds:.1f} seconds"

@@ -1,0 +1,152 @@
+"""Cells as tasks of a real Ray cluster: nodes on this machine, one of which is killed."""
+
+import csv
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from minillama.ablation import ray_runner, runner
+from minillama.ablation_config import AblationConfig
+from minillama.cli import main
+from minillama.config import load_config, to_yaml
+from minillama.errors import ConfigError
+
+OF_THE_MACHINE = ("seconds", "tokens_per_s")
+"""Columns of cells.csv that no two runs share."""
+
+
+@pytest.fixture(scope="module")
+def on_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the nodes have their temporary folders."""
+    return tmp_path_factory.mktemp("nodes")
+
+
+@pytest.fixture(scope="module")
+def cluster(on_nodes: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster whose head trains nothing, without nodes as yet; this process is its driver."""
+    quick = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("MINILLAMA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TMPDIR", str(on_nodes))
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 0,
+                "include_dashboard": False,
+                "object_store_memory": 80_000_000,
+                "_system_config": quick,
+            },
+        )
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture
+def ablation(tmp_path: Path) -> Any:
+    """Return a function that makes the config of a tiny ablation."""
+    (tmp_path / "text.txt").write_text("A node may be lost, and the table is the same. " * 60)
+
+    def make(out: str, steps: int, **kind: Any) -> AblationConfig:
+        base = {
+            "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "ffn_dim": 16},
+            "tokenizer": {"kind": "byte"},
+            "data": {
+                "source": {"kind": "files", "files": [str(tmp_path / "text.txt")]},
+                "seq_len": 16,
+                "val_fraction": 0.1,
+            },
+            "train": {"steps": steps, "batch_size": 2, "device": "cpu", "eval_every": 0},
+        }
+        return AblationConfig(
+            name="test",
+            out_dir=str(tmp_path / out),
+            base=base,
+            arms={"rms": {}, "ln": {"model.norm.kind": "layernorm"}},
+            baseline="rms",
+            lr=[1e-3, 1e30],
+            runner=kind,
+        )
+
+    return make
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "cells.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    return [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in table]
+
+
+def cells_that_train(on_nodes: Path) -> int:
+    """Return how many cells have logged some steps on a node."""
+    files = on_nodes.glob("minillama-*/run/metrics.jsonl")
+    return sum(path.read_text().count("\n") > 20 for path in files)
+
+
+def test_a_grid_on_two_nodes_one_killed_midway_gives_the_table_of_the_local_runner(
+    cluster: Cluster,
+    on_nodes: Path,
+    ablation: Any,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    kept, lost = cluster.add_node(num_cpus=1), cluster.add_node(num_cpus=1)
+    config = ablation("ray", 1500, kind="ray")
+    folders: list[Path] = []
+    thread = threading.Thread(target=lambda: folders.append(ray_runner.run(config)))
+    thread.start()
+    try:
+        deadline = time.monotonic() + 60
+        while cells_that_train(on_nodes) < 2:  # one on each
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        cluster.remove_node(lost, allow_graceful=False)
+        thread.join(120)
+    finally:
+        cluster.remove_node(kept)
+    (folder,) = folders
+    local = runner.run(ablation("local", 1500, workers=1, threads=1), progress=False)
+    assert rows(folder) == rows(local)
+    assert [row["fate"] for row in rows(folder)] == ["ok", "diverged"] * 2
+    assert "4/4 cells, 0 running" in capfd.readouterr().err
+
+    cell = folder / rows(folder)[0]["run_dir"]
+    brought = ["config.yaml", "log.txt", "metrics.jsonl", "summary.json"]
+    assert sorted(path.name for path in cell.iterdir()) == brought
+    assert load_config(cell).out_dir == str(cell)
+
+    # All is finished, so the command asks for no node, of which there is none.
+    (tmp_path / "test.yaml").write_text(to_yaml(ablation("ray", 1500)))
+    assert main(["ablate", str(tmp_path / "test.yaml"), "runner.kind=ray", "-q"]) == 0
+    assert (folder / "report.html").is_file()
+
+
+def test_a_cell_that_no_node_has_room_for_is_refused(cluster: Cluster, ablation: Any) -> None:
+    with pytest.raises(ConfigError, match="no node of the Ray cluster has 9999 cores"):
+        ray_runner.run(ablation("wide", 4, kind="ray", threads=9999), progress=False)
+
+
+def test_no_cluster_is_a_fault_of_one_line(ablation: Any, tmp_path: Path) -> None:
+    (tmp_path / "test.yaml").write_text(to_yaml(ablation("none", 4)))
+    command = [sys.executable, "-m", "minillama", "ablate", "test.yaml", "runner.kind=ray"]
+    # Where Ray would note a cluster of this machine, there is none.
+    env = os.environ | {"RAY_TMPDIR": str(tmp_path)}
+    env.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "minillama: runner.address = 'auto': no Ray cluster answers (" in done.stderr
+    assert "start one by `ray start --head`" in done.stderr
+    assert "Traceback" not in done.stderr

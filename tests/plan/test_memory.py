@@ -1,0 +1,158 @@
+"""What the plan foretells, against what autograd saves and what a process really takes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minillama.config import ModelConfig, parse_run
+from minillama.model.transformer import Transformer
+from minillama.plan.memory import PROCESS, activations_per_token, estimate_memory
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 300,
+    "dim": 96,
+    "n_layers": 5,
+    "n_heads": 6,
+    "n_kv_heads": 2,
+    "head_dim": 18,
+    "ffn_dim": 160,
+    "max_seq_len": 64,
+}
+
+
+def saved_bytes(model: Transformer, tokens_BT: torch.Tensor) -> int:
+    """Return the bytes that forward keeps for backward, parameters and their casts aside."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens_BT).sum()
+    shapes = {tuple(p.shape) for p in model.parameters()}
+    shapes |= {shape[::-1] for shape in shapes}
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for pointer, tensor in storages.items()
+        if pointer not in weights and tuple(tensor.shape) not in shapes
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"n_kv_heads": 6},
+        {"norm": {"kind": "layernorm", "placement": "peri", "embed_norm": True}},
+        {"norm": {"placement": "post", "qk_norm": "full"}},
+        {"norm": {"placement": "hybrid"}},
+        {"norm": {"placement": "mix", "qk_norm": "head"}},
+        {"norm": {"placement": "rezero"}},
+        {"norm": {"kind": "none", "final_norm": True}},
+        {"norm": {"kind": "dyt"}, "embed_scale": "learned"},
+        {"norm": {"kind": "derf"}},
+        {"norm": {"kind": "scalenorm"}},
+        {"norm": {"options": {"partial": 0.5}}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_activations_are_what_autograd_saves(changed: dict[str, Any], autocast: bool) -> None:
+    config = ModelConfig.model_validate(SHAPE | changed).resolve()
+    tokens_BT = torch.randint(300, (7, 64))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        measured = saved_bytes(Transformer(config), tokens_BT)
+    parts = activations_per_token(config, autocast=autocast)
+    foretold = tokens_BT.numel() * sum(parts.values())
+    assert foretold == pytest.approx(measured, rel=0.03)
+
+
+MEASURE = """
+import json, sys
+import torch
+import minillama.training.trainer as trainer
+from minillama.config import parse_run
+def status(key):
+    for line in open("/proc/self/status"):
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+torch.set_num_threads(1)
+before = status("VmRSS")
+trainer.train(parse_run(json.loads(sys.argv[1]), "test"), progress=False)
+print(json.dumps({"before": before, "taken": status("VmHWM") - before}))
+"""
+
+
+def sized(dim: int, n_layers: int, vocab_size: int, seq_len: int, **train: Any) -> dict[str, Any]:
+    return {
+        "tokenizer": {"kind": "byte"},
+        "model": {
+            "dim": dim,
+            "n_layers": n_layers,
+            "n_heads": dim // 32,
+            "n_kv_heads": dim // 64,
+            "max_seq_len": seq_len,
+            "vocab_size": vocab_size,
+        },
+        "data": {"seq_len": seq_len},
+        "train": {"steps": 3, "device": "cpu", "eval_every": 0, **train},
+    }
+
+
+def measured_and_foretold(raw: dict[str, Any], tmp_path: Path) -> tuple[float, float]:
+    """Train in a process of its own; return how far its memory rose, and how far it should."""
+    text = tmp_path / "text.txt"
+    text.write_text("A plan is worth what it foretells. " * 10_000)
+    source = {"kind": "files", "files": [str(text)]}
+    raw = raw | {"data": raw["data"] | {"source": source, "val_fraction": 0.01}}
+    raw |= {"out_dir": str(tmp_path / "run")}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, json.dumps(raw)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    figures = json.loads(done.stdout.splitlines()[-1])
+    # What the process holds before it trains is told apart, and roughly: it depends on the build.
+    assert figures["before"] == pytest.approx(PROCESS, rel=0.25)
+    return figures["taken"], estimate_memory(parse_run(raw, "test")).peak_on_cpu
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+
+
+@linux_only
+def test_a_cpu_run_takes_the_memory_that_was_foretold(tmp_path: Path) -> None:
+    raw = sized(256, 6, 4096, 128, batch_size=8)
+    taken, foretold = measured_and_foretold(raw, tmp_path)
+    assert foretold == pytest.approx(taken, rel=0.15)
+
+
+@linux_only
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(sized(256, 8, 4096, 256, batch_size=16), id="activations weigh most"),
+        pytest.param(sized(768, 8, 16384, 128, batch_size=4), id="the optimizer weighs most"),
+        pytest.param(sized(512, 4, 32000, 128, batch_size=8), id="logits weigh most"),
+        pytest.param(
+            sized(256, 8, 4096, 256, batch_size=32, micro_batch_size=8), id="micro-batches"
+        ),
+        pytest.param(sized(256, 8, 4096, 256, batch_size=8, dtype="bfloat16"), id="bfloat16"),
+    ],
+)
+def test_larger_cpu_runs_take_the_memory_that_was_foretold(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    taken, foretold = measured_and_foretold(raw, tmp_path)
+    assert foretold == pytest.approx(taken, rel=0.15)
