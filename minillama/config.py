@@ -311,8 +311,10 @@ class TrainConfig(Section):
     )
     seed: Seed = Field(0, description="of initial weights and of the order of batches")
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="bfloat16: autocast; weights and optimizer stay float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32",
+        description="bfloat16, float16: autocast; weights and optimizer stay float32. float16 "
+        "scales its loss, and skips an update whose gradient overflows (see max_skips)",
     )
     compile: bool = Field(False, description="torch.compile the model")
     recompute: bool = Field(
@@ -330,10 +332,14 @@ class TrainConfig(Section):
     keep_last: Positive = Field(2, description="newest checkpoints to keep, besides the best")
     log_every: Positive = Field(1, description="steps between training lines in metrics.jsonl")
     probe_every: NonNegative = Field(0, description="steps between probe lines; 0: none")
-    on_nonfinite: Literal["stop", "run_on"] = Field(
+    on_nonfinite: Literal["stop", "skip", "run_on"] = Field(
         "stop",
-        description="at a loss or gradient that is not finite: stop before the update, or make it "
-        "and run on to the end; the run's fate is certain from there on",
+        description="at a loss or gradient that is not finite: stop before the update; skip it, "
+        "the step counts and its batch is used up; or make it and run on to the end, the run's "
+        "fate is certain from there on",
+    )
+    max_skips: NonNegative = Field(
+        10, description="updates in a row that may be skipped; at one more the run stops"
     )
     sample_prompt: str | None = Field(None, description="text to continue at the end of the run")
 
