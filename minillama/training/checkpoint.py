@@ -256,6 +256,10 @@ def _read(folder: Path) -> tuple[RunConfig, dict[str, Tensor], Tokenizer]:
         raise CheckpointError(f"{file} is damaged: {error}") from None
     if WEIGHTS in sums and sums[WEIGHTS] != hash_tensors(weights):
         raise CheckpointError(f"{file} is damaged: its checksum does not match")
+    lost = [name for name, w in weights.items() if not bool(torch.isfinite(w).all())]
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise CheckpointError(f"{file} holds NaN or inf in {', '.join(lost[:3])}{more}")
     return config, weights, _read_tokenizer(folder, config, sums)
 
 

@@ -5,9 +5,9 @@
     one is not              stop                   skip, max_skips a row    make
     float16, loss finite    skip, max_skips a row  skip, max_skips a row    skip
 
-A skipped update changes no weight and no moment of the optimizer.  Its step counts all the same: the
-schedule and the batches move on, so that a run that skips is resumed to the bit like any other.  In
-float16 a gradient that is not finite means at first that the loss was scaled too high, which the
+A skipped update changes no weight and no moment of the optimizer.  Its step counts all the same:
+the schedule and the batches move on, so that a run that skips is resumed to the bit like any other.
+In float16 a gradient that is not finite means at first that the loss was scaled too high, which the
 scaler then mends; so it never stops a run at once.
 """
 

@@ -52,6 +52,7 @@ from minillama.training.checkpoint import (
 from minillama.training.device import describe_device, pick_device
 from minillama.training.interrupt import StopSignal
 from minillama.training.loggers import Line, Logger, build_loggers, check_loggers, cut_metrics
+from minillama.training.memory import refuse_beyond_memory
 from minillama.training.optim import build_optimizer, clip_gradients
 from minillama.training.outcome import Progress, fate, summarise
 from minillama.training.probes import StepProbe
@@ -79,7 +80,8 @@ def train(
 
     Raises:
         ConfigError: the folder holds a run and neither flag is given; a resumed run differs in a
-            field that decides its numbers; the device or a logger's package is missing.
+            field that decides its numbers; the device or a logger's package is missing, or it
+            needs more memory than there is.
         DivergedError: a loss, gradient or weight is no longer finite.
         InterruptedRunError: Ctrl-C or SIGTERM came; the state is saved.
         RunFolderError: the folder cannot be written, or another run is using it.
@@ -87,6 +89,7 @@ def train(
     """
     config = resolve(config)
     device = pick_device(config.train.device)
+    refuse_beyond_memory(config, device)
     check_loggers(config.loggers)
     for line in advice(config.model):
         _log.warning("%s: %s", config.name, line)
