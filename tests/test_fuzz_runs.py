@@ -56,7 +56,7 @@ SOUND = {
     "data.seq_len": ["1", "8", "16"],
     "data.val_fraction": ["0.1", "0.5"],
     "data.split_seed": ["0", "1"],
-    "data.source.kind": ["files", "files", "pydocs"],
+    "data.source.kind": ["files"],
     "data.source.format": ["text", "json", "csv", "parquet"],
     "optim.lr": ["1e-3", "1e-8", "10"],
     "optim.warmup_steps": ["0", "1", "2"],
