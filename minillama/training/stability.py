@@ -15,11 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from minillama.config import RunConfig, TrainConfig
+from minillama.errors import DataError
 
 SPIKE_SIGMAS = 6.0
 SPIKE_WINDOW = 128
@@ -49,6 +53,26 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
         return False
     values = np.asarray(before, dtype=np.float64)
     return loss > float(values.mean() + SPIKE_SIGMAS * values.std())
+
+
+def lost_weight(model: nn.Module) -> str | None:
+    """Name the first parameter that holds a value that is not finite."""
+    named = model.named_parameters()
+    return next((name for name, p in named if not bool(torch.isfinite(p).all())), None)
+
+
+def check_ids(folder: Path, vocab_size: int, *batch_BT: Tensor) -> None:
+    """Refuse a damaged token file of ``folder`` before an id is looked up that is not there.
+
+    Raises:
+        DataError: an id is beyond the model's vocabulary.
+    """
+    highest = max(int(ids.max()) for ids in batch_BT)
+    if highest >= vocab_size:
+        raise DataError(
+            f"{folder} holds token {highest}, and the model knows {vocab_size} ids: the file is "
+            "damaged; delete that folder, and the text is tokenized anew"
+        )
 
 
 def remedies(config: RunConfig) -> str:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-import sys
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict
@@ -30,17 +29,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minillama.checkpoint_folders import step_of
 from minillama.config import RunConfig, advice, resolve
 from minillama.data.batches import Batches
 from minillama.data.prepare import Prepared, prepare
-from minillama.errors import ConfigError, DataError, DivergedError, InterruptedRunError
+from minillama.errors import ConfigError, DivergedError, InterruptedRunError
 from minillama.evaluate import evaluate
-from minillama.generate import generate
 from minillama.model.kernels import IGNORED
 from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.training.bar import open_bar, told
 from minillama.training.checkpoint import (
     Resumed,
     hash_tensors,
@@ -57,10 +55,9 @@ from minillama.training.optim import build_optimizer, clip_gradients
 from minillama.training.outcome import Progress, fate, summarise
 from minillama.training.probes import StepProbe
 from minillama.training.run_folder import RunFolder, check_resumable
+from minillama.training.sample import continue_text
 from minillama.training.schedule import learning_rate
-from minillama.training.stability import remedies, verdict
-
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 200, 0.8, 50
+from minillama.training.stability import check_ids, lost_weight, remedies, verdict
 
 _log = logging.getLogger("minillama")
 
@@ -192,12 +189,12 @@ class Trainer:
                 self._loggers = build_loggers(config.loggers, self.folder.path, progress.step)
             stack.callback(self._close_loggers)
             stop = stack.enter_context(StopSignal())
-            bar = stack.enter_context(_bar(config, progress.step, show))
+            bar = stack.enter_context(open_bar(config, progress.step, show))
             self._after_update(stop)
             while progress.step < config.train.steps:
                 line = self._train_step()
                 if not bar.disable:
-                    bar.set_postfix_str(_shown(line, progress.val_loss), refresh=False)
+                    bar.set_postfix_str(told(line, progress.val_loss), refresh=False)
                     bar.update()
                 self._after_update(stop)
         return self._finish()
@@ -213,7 +210,7 @@ class Trainer:
         config, progress = self.config, self.progress
         step = progress.step + 1
         inputs_BT, targets_BT = self.batches.batch_at(progress.step)
-        self._check_ids(inputs_BT, targets_BT)
+        check_ids(self.prepared.folder, config.model.vocab_size, inputs_BT, targets_BT)
         count = int((targets_BT != IGNORED).sum())
         probing = config.train.probe_every and step % config.train.probe_every == 0
         probe = StepProbe(self.model) if probing else None
@@ -225,7 +222,7 @@ class Trainer:
         norm = clip_gradients(self.parameters, config.optim.grad_clip)
         lr = learning_rate(step, config.optim, config.train.steps)
         what = verdict(config.train, loss, norm, progress.skipped_in_a_row)
-        if what == "skip" and config.train.on_nonfinite != "run_on" and self._lost_weight():
+        if what == "skip" and config.train.on_nonfinite != "run_on" and lost_weight(self.model):
             what = "stop"  # no later batch can bring the weights back
         if what == "make":
             for group in self.optimizer.param_groups:
@@ -338,25 +335,16 @@ class Trainer:
         return summary
 
     def _sample(self, prompt: str) -> str:
-        tokenizer = self.prepared.tokenizer
-        ids = tokenizer.encode(prompt, bos=True)
         with self._autocast():
-            ids += generate(
-                self.model,
-                ids,
-                SAMPLE_TOKENS,
-                temperature=SAMPLE_TEMPERATURE,
-                top_k=SAMPLE_TOP_K,
-                seed=self.config.train.seed,
-                stop_ids=(tokenizer.eos_id,),
+            return continue_text(
+                self.model, self.prepared.tokenizer, prompt, self.config.train.seed
             )
-        return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)
 
     # --------------------------------------------------------------------------- save and go on
 
     def _save(self) -> None:
         """Write a checkpoint of this step, or only set the links if it is there."""
-        if lost := self._lost_weight():
+        if lost := lost_weight(self.model):
             self._diverged(f"{lost} is not finite after step {self.progress.step}")
         self._tick()
         with self.folder.writing():
@@ -416,24 +404,10 @@ class Trainer:
 
     # -------------------------------------------------------------------------------- small things
 
-    def _check_ids(self, *batch: Tensor) -> None:
-        """Refuse a damaged token file before an embedding is looked up that is not there."""
-        highest, known = max(int(ids.max()) for ids in batch), self.config.model.vocab_size
-        if highest >= known:
-            raise DataError(
-                f"{self.prepared.folder} holds token {highest}, and the model knows {known} ids: "
-                "the file is damaged; delete that folder, and the text is tokenized anew"
-            )
-
-    def _lost_weight(self) -> str | None:
-        """Name the first weight that holds a value that is not finite."""
-        named = self.model.named_parameters()
-        return next((name for name, p in named if not bool(torch.isfinite(p).all())), None)
-
     def _diverged_at(self, step: int, loss: float) -> NoReturn:
         what = "gradient norm" if math.isfinite(loss) else "loss"
         why = f"the {what} of step {step} is not finite, so it was not made"
-        if lost := self._lost_weight():
+        if lost := lost_weight(self.model):
             why += f"; nor is {lost}"
         elif self.progress.skipped_in_a_row:
             why += f", nor were the {self.progress.skipped_in_a_row} before it (train.max_skips)"
@@ -478,20 +452,3 @@ class Trainer:
         now = time.perf_counter()
         self.progress.seconds += now - self._ticked
         self._ticked = now
-
-
-def _bar(config: RunConfig, step: int, show: bool) -> tqdm[NoReturn]:
-    return tqdm(
-        total=config.train.steps,
-        initial=step,
-        desc=config.name,
-        unit="step",
-        dynamic_ncols=True,
-        disable=not show,
-        mininterval=0.2 if sys.stderr.isatty() else 15,
-    )
-
-
-def _shown(line: Line, val_loss: float | None) -> str:
-    val = "" if val_loss is None else f" val {val_loss:.3f}"
-    return f"loss {line['loss']:.3f}{val} lr {line['lr']:.1e} {line['tokens_per_s']:,.0f} tokens/s"
