@@ -1,4 +1,4 @@
-"""The bar that shows a run in a terminal, or a line now and then in a log."""
+"""The bar that a run shows on stderr."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from minillama.config import RunConfig
 from minillama.training.loggers import Line
 
 
-def open_bar(config: RunConfig, step: int, show: bool) -> tqdm[NoReturn]:
-    """Return a bar, on stderr, that stands at ``step``; one that shows nothing if not asked to."""
+def progress_bar(config: RunConfig, step: int, show: bool) -> tqdm[NoReturn]:
+    """Return a bar over the steps of a run that stands at ``step``."""
     return tqdm(
         total=config.train.steps,
         initial=step,
@@ -24,7 +24,7 @@ def open_bar(config: RunConfig, step: int, show: bool) -> tqdm[NoReturn]:
     )
 
 
-def told(line: Line, val_loss: float | None) -> str:
-    """Return what stands behind the bar: of a training line, and the last validation loss."""
+def shown(line: Line, val_loss: float | None) -> str:
+    """Return what the bar says beside its own numbers."""
     val = "" if val_loss is None else f" val {val_loss:.3f}"
     return f"loss {line['loss']:.3f}{val} lr {line['lr']:.1e} {line['tokens_per_s']:,.0f} tokens/s"

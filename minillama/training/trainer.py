@@ -38,7 +38,7 @@ from minillama.errors import ConfigError, DivergedError, InterruptedRunError
 from minillama.evaluate import evaluate
 from minillama.model.kernels import IGNORED
 from minillama.model.transformer import Transformer, is_norm_parameter
-from minillama.training.bar import open_bar, told
+from minillama.training.bar import progress_bar, shown
 from minillama.training.checkpoint import (
     Resumed,
     hash_tensors,
@@ -55,7 +55,7 @@ from minillama.training.optim import build_optimizer, clip_gradients
 from minillama.training.outcome import Progress, fate, summarise
 from minillama.training.probes import StepProbe
 from minillama.training.run_folder import RunFolder, check_resumable
-from minillama.training.sample import continue_text
+from minillama.training.sampling import write_sample
 from minillama.training.schedule import learning_rate
 from minillama.training.stability import check_ids, lost_weight, remedies, verdict
 
@@ -189,12 +189,12 @@ class Trainer:
                 self._loggers = build_loggers(config.loggers, self.folder.path, progress.step)
             stack.callback(self._close_loggers)
             stop = stack.enter_context(StopSignal())
-            bar = stack.enter_context(open_bar(config, progress.step, show))
+            bar = stack.enter_context(progress_bar(config, progress.step, show))
             self._after_update(stop)
             while progress.step < config.train.steps:
                 line = self._train_step()
                 if not bar.disable:
-                    bar.set_postfix_str(told(line, progress.val_loss), refresh=False)
+                    bar.set_postfix_str(shown(line, progress.val_loss), refresh=False)
                     bar.update()
                 self._after_update(stop)
         return self._finish()
@@ -336,9 +336,7 @@ class Trainer:
 
     def _sample(self, prompt: str) -> str:
         with self._autocast():
-            return continue_text(
-                self.model, self.prepared.tokenizer, prompt, self.config.train.seed
-            )
+            return write_sample(self.model, self.prepared.tokenizer, prompt, self.config.train.seed)
 
     # --------------------------------------------------------------------------- save and go on
 
