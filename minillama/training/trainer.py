@@ -11,9 +11,8 @@ validation, logging, saving, TensorBoard and the bar change no bit.  There are n
 number could matter: a batch is cut from a memory map by the step's number alone.
 
 Not guaranteed, and tested only to rounding: the same bits with another number of threads, another
-micro-batch size, another CPU, version of torch or build of it, with ``train.compile``, or on a GPU,
-where sums are added up in an order that may differ from run to run.  The norms' own C code adds up
-in a fixed order, but is built for the CPU it runs on.  Seconds and tokens per second never repeat.
+micro-batch size, another CPU (our C kernels are built for the one they run on) or version of torch,
+with ``train.compile``, or on a GPU, whose sums may be in another order each time.
 """
 
 from __future__ import annotations
@@ -324,7 +323,11 @@ class Trainer:
         assert progress.val_loss is not None
         assert progress.init_val_loss is not None
         self._tick()
-        sample = None if prompt is None else self._sample(prompt)
+        sample = None
+        if prompt is not None:
+            with self._autocast():
+                tokenizer, seed = self.prepared.tokenizer, self.config.train.seed
+                sample = write_sample(self.model, tokenizer, prompt, seed)
         start = progress.init_val_loss
         if self.config.init_from is not None:  # it began trained: no better is not diverged
             start = max(start, math.log(self.config.model.vocab_size))
@@ -333,10 +336,6 @@ class Trainer:
         with self.folder.writing():
             self.folder.write_summary(summary)
         return summary
-
-    def _sample(self, prompt: str) -> str:
-        with self._autocast():
-            return write_sample(self.model, self.prepared.tokenizer, prompt, self.config.train.seed)
 
     # --------------------------------------------------------------------------- save and go on
 
