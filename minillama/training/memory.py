@@ -3,7 +3,7 @@
     weights, gradients, two moments    4 × 4 bytes a parameter
     layers                             what their objects take in Python, whatever their width
     rotations                          a table of max_seq_len · head_dim float32, and its making
-    a step                             two residual streams a layer, ids; a loss holds few logits
+    a step                             a residual stream a layer, ids; a loss holds few logits
 
 All of it is a lower bound: what passes may still be too large, what is refused never fits.
 """
@@ -35,7 +35,7 @@ def least_bytes(config: RunConfig) -> dict[str, int]:
         "weights": 4 * (embeddings + model.n_layers * layer) + model.n_layers * _LAYER_OBJECTS,
         "gradients and optimizer": 12 * (embeddings + model.n_layers * layer),
         "rotations": 10 * model.max_seq_len * model.head_dim,
-        "a step": 8 * positions * model.n_layers * model.dim + 24 * train.batch_size * n_tokens,
+        "a step": 4 * positions * model.n_layers * model.dim + 24 * train.batch_size * n_tokens,
     }
 
 

@@ -148,9 +148,8 @@ class Trainer:
         model.recompute = config.train.recompute
         self.parameters = list(model.parameters())
         self.optimizer = build_optimizer(model, config.optim)
-        self.scaler = torch.amp.GradScaler(
-            self.device.type, enabled=config.train.dtype == "float16"
-        )
+        scaled = config.train.dtype == "float16"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.progress = Progress()
         self._loss_sums = (
             torch.compile(model.loss_sums) if config.train.compile else model.loss_sums
