@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from minillama.config import OWNED_BY_KIND
+from minillama.config import OWNED_BY_KIND, without_derived
 from minillama.errors import Fault
 from minillama.fields import Name, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seed
 from minillama.reading import Section, check, dotted, override, parse_overrides, read_yaml, refuse
@@ -122,7 +122,8 @@ def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationCo
     path = Path(path)
     raw = read_yaml(path)
     if isinstance(raw.get("base"), str):
-        raw = {**raw, "base": read_yaml(path.parent / raw["base"])}
+        base = path.parent / raw["base"]
+        raw = {**raw, "base": without_derived(read_yaml(base), str(base))}
     owned = {f"base.{section}": keys for section, keys in OWNED_BY_KIND.items()}
     # The file's overrides go first, so that `base.` on the command line has the last word.
     raw = _folded(override(_folded(raw), parse_overrides(overrides), owned))

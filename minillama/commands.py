@@ -28,6 +28,7 @@ from minillama.norm_config import NORM_KINDS
 from minillama.plugins import load_plugins
 from minillama.registry import unknown_name
 from minillama.training.checkpoint import load_checkpoint, save_checkpoint
+from minillama.training.stability import remedies
 from minillama.training.trainer import train
 
 _log = logging.getLogger("minillama")
@@ -39,8 +40,8 @@ def train_run(config: RunConfig, resume: bool, overwrite: bool, *, progress: boo
     if summary["fate"] == "diverged":
         raise DivergedError(
             f"training diverged: the final validation loss, {summary['val_loss']:.4f}, is no "
-            f"better than at init, {summary['init_val_loss']:.4f}; try a lower optim.lr (now "
-            f"{config.optim.lr:g}) or a longer optim.warmup_steps. The run is in {config.out_dir}"
+            f"better than at init, {summary['init_val_loss']:.4f}; {remedies(config)}. "
+            f"The run is in {config.out_dir}"
         )
     lines = []
     if summary["sample"]:

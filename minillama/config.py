@@ -44,6 +44,7 @@ from minillama.reading import (
     Section,
     check,
     dump_yaml,
+    json_copy,
     override,
     parse_overrides,
     read_yaml,
@@ -327,8 +328,10 @@ class TrainConfig(Section):
     )
     seed: Seed = Field(0, description="of initial weights and of the order of batches")
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="bfloat16: autocast; weights and optimizer stay float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32",
+        description="bfloat16, float16: autocast; weights and optimizer stay float32. float16 "
+        "scales its loss, and skips an update whose gradient overflows (see max_skips)",
     )
     compile: bool = Field(False, description="torch.compile the model")
     recompute: bool = Field(
@@ -346,10 +349,14 @@ class TrainConfig(Section):
     keep_last: Positive = Field(2, description="newest checkpoints to keep, besides the best")
     log_every: Positive = Field(1, description="steps between training lines in metrics.jsonl")
     probe_every: NonNegative = Field(0, description="steps between probe lines; 0: none")
-    on_nonfinite: Literal["stop", "run_on"] = Field(
+    on_nonfinite: Literal["stop", "skip", "run_on"] = Field(
         "stop",
-        description="at a loss or gradient that is not finite: stop before the update, or make it "
-        "and run on to the end; the run's fate is certain from there on",
+        description="at a loss or gradient that is not finite: stop before the update; skip it, "
+        "the step counts and its batch is used up; or make it and run on to the end, the run's "
+        "fate is certain from there on",
+    )
+    max_skips: NonNegative = Field(
+        10, description="updates in a row that may be skipped; at one more the run stops"
     )
     sample_prompt: str | None = Field(None, description="text to continue at the end of the run")
 
@@ -426,17 +433,59 @@ def parse_run(raw: Mapping[str, Any], where: str) -> RunConfig:
     return resolve(check(RunConfig, raw, where), where)
 
 
+DERIVED = (
+    "out_dir",
+    "tokenizer.vocab_size",
+    "model.vocab_size",
+    "model.n_kv_heads",
+    "model.head_dim",
+    "model.ffn_dim",
+    "train.micro_batch_size",
+)
+"""What ``resolve`` fills in where the user leaves it out, each before what follows from it."""
+
+
+def without_derived(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a resolved config less what would be filled in again just so; any other as it is.
+
+    So a run's own config.yaml can be overridden like the file it came from: ``model.dim=128`` alone
+    makes a model with heads and an MLP to match, and does not keep those of the old width.
+    """
+    rest: dict[str, Any] = json_copy(raw)
+    if any(_value(rest, path) is None for path in DERIVED):
+        return rest  # a user wrote it: every entry is meant
+    for path in DERIVED:
+        less = json_copy(rest)
+        *sections, leaf = path.split(".")
+        del (less[sections[0]] if sections else less)[leaf]
+        try:
+            if _value(parse_run(less, where).model_dump(mode="json"), path) == _value(rest, path):
+                rest = less
+        except ConfigError:
+            continue  # it is needed, or the fault is another's, who will be told
+    return rest
+
+
+def _value(raw: Mapping[str, Any], path: str) -> Any:
+    value: Any = raw
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a run config, apply dotted ``overrides`` such as ``"optim.lr=1e-3"``, check, resolve.
 
-    ``path`` is a YAML file, or a run folder, whose ``config.yaml`` is read.
+    ``path`` is a YAML file, or a run folder, whose ``config.yaml`` is read.  There, what was filled
+    in is filled in anew where an override changes what it follows from.
 
     Raises:
         ConfigError: the file, an override or any entry is wrong; all entries at once.
     """
-    return parse_run(
-        override(read_yaml(path), parse_overrides(overrides), OWNED_BY_KIND), str(path)
-    )
+    raw, changes = read_yaml(path), parse_overrides(overrides)
+    if changes:
+        raw = without_derived(raw, str(path))
+    return parse_run(override(raw, changes, OWNED_BY_KIND), str(path))
 
 
 def resolve(config: RunConfig, where: str = "config") -> RunConfig:

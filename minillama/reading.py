@@ -126,7 +126,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ConfigError: there is no such file, it is not YAML, or it holds something else.
     """
     path = Path(path)
-    if path.is_dir():
+    from_a_run = path.is_dir()
+    if from_a_run:
         path = path / "config.yaml"
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -135,6 +136,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a config: {error}") from None
     raw = _parse_yaml(text, str(path))
+    if raw is None and from_a_run:  # else a run of nothing but defaults would begin elsewhere
+        raise ConfigError(f"{path} is damaged: it is empty; name the file that the run came from")
     if raw is None:
         return {}
     if not isinstance(raw, dict):

@@ -7,6 +7,8 @@ import pytest
 import sentencepiece
 from pydantic import BaseModel, ValidationError
 
+from minillama.ablation.grid import cells
+from minillama.ablation_config import load_ablation
 from minillama.config import (
     DEFAULT_BPE_VOCAB_SIZE,
     OWNED_BY_KIND,
@@ -111,7 +113,7 @@ def faults(load):
         ("train.seed=-1", "train.seed = -1: should be greater than or equal to 0"),
         ("train.seed=9223372036854775808", "should be less than"),
         ("train.device=gpu", "train.device = 'gpu': does not match ^(auto|cpu|mps|cuda"),
-        ("train.dtype=float16", "unknown choice 'float16'; did you mean"),
+        ("train.dtype=float8", "unknown choice 'float8'; did you mean"),
         ("train.compile=maybe", "train.compile = 'maybe': should be a valid boolean"),
         ("train.keep_last=0", "train.keep_last = 0"),
         ("loggers=[tensorbord]", "loggers.0 = 'tensorbord': unknown choice"),
@@ -440,3 +442,61 @@ def test_advice_names_each_condition_that_a_fair_dyt_lacks():
     assert all(w in naive for w in ("options.bias=false", "alpha_attention", "embed_scale=learned"))
     [unscaled] = lines(norm={"kind": "dyt", "options": fair})
     assert unscaled.endswith("without model.embed_scale=learned")
+
+
+# ------------------------------------------------------------------- a run's own config, overridden
+
+
+def resolved_file(load, *overrides):
+    """Return the text of the config.yaml that a run of these overrides writes."""
+    return to_yaml(load("", *overrides))
+
+
+def test_what_was_filled_in_follows_an_override_of_a_runs_config(load):
+    run = resolved_file(load)
+    config = load(run, "model.dim=64", "model.n_heads=2", "name=wide", "train.batch_size=8")
+    plain = load("", "model.dim=64", "model.n_heads=2", "name=wide", "train.batch_size=8")
+    assert config == plain
+    assert (config.model.head_dim, config.model.ffn_dim, config.model.n_kv_heads) == (32, 192, 2)
+    assert (config.out_dir, config.train.micro_batch_size) == ("runs/wide", 8)
+    assert load(run, "tokenizer.kind=byte").model.vocab_size == 259
+    assert load(run, "tokenizer.vocab_size=300").model.vocab_size == 300
+
+
+def test_what_was_set_in_a_run_is_kept_under_an_override(load):
+    chosen = ["model.n_kv_heads=2", "model.head_dim=16", "model.ffn_dim=100"]
+    chosen += ["train.micro_batch_size=4", "out_dir=mine", "model.vocab_size=700"]
+    run = resolved_file(load, *chosen)
+    config = load(run, "model.dim=64", "name=other", "train.batch_size=32")
+    model = config.model
+    assert (model.n_kv_heads, model.head_dim, model.ffn_dim, model.vocab_size) == (2, 16, 100, 700)
+    assert (config.out_dir, config.train.micro_batch_size) == ("mine", 4)
+
+
+def test_a_runs_config_without_overrides_or_with_its_own_values_stays_what_it_is(load):
+    config = load("", "model.dim=96", "model.n_heads=3")
+    run = to_yaml(config)
+    assert load(run) == load(run, "model.dim=96") == load(run, "train.steps=1000") == config
+
+
+def test_a_users_file_means_what_it_says(load):
+    text = "model: {dim: 128, n_heads: 4, head_dim: 32}"
+    assert load(text, "model.dim=256").model.head_dim == 32
+
+
+def test_an_ablation_of_a_runs_config_fills_in_anew(load, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load("")))
+    file = tmp_path / "ablation.yaml"
+    file.write_text("base: run\narms: {a: {}, b: {model.dim: 64}}\nbaseline: a\nlr: [1e-3]\n")
+    _, narrow = cells(load_ablation(file))
+    assert (narrow.config.model.head_dim, narrow.config.model.ffn_dim) == (16, 192)
+    _, narrow = cells(load_ablation(file, ["base.model.n_heads=2"]))
+    assert narrow.config.model.head_dim == 32
+
+
+def test_an_empty_config_of_a_run_is_damage_and_not_a_run_of_defaults(tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(ConfigError, match="is damaged: it is empty"):
+        load_config(tmp_path)
+    assert load_config(tmp_path / "config.yaml").model.dim == 128

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minillama.ablation_config import AblationConfig
-from minillama.config import OWNED_BY_KIND, RunConfig, parse_run
+from minillama.config import OWNED_BY_KIND, RunConfig, parse_run, without_derived
 from minillama.errors import ConfigError, Fault
 from minillama.reading import dotted, override, read_yaml
 
@@ -97,7 +97,7 @@ def cells(config: AblationConfig) -> list[Cell]:
             the base itself is named once, under ``base: ``.
     """
     base = read_yaml(config.base) if isinstance(config.base, str) else config.base
-    base = override(base, dict(dotted(config.overrides)), OWNED_BY_KIND)
+    base = override(without_derived(base, "base"), dict(dotted(config.overrides)), OWNED_BY_KIND)
     base = override(base, {"optim.lr": config.lr[0], "train.seed": config.seeds[0]}, {})
     base.pop("out_dir", None)
     base_faults = _checked(base, "base")[1]
@@ -131,6 +131,8 @@ def cells(config: AblationConfig) -> list[Cell]:
 
 def _cells_of(arm: str, run: RunConfig, config: AblationConfig, root: Path) -> Iterator[Cell]:
     on_nonfinite = "stop" if config.runner.stop_hopeless else "run_on"
+    if run.train.on_nonfinite == "skip":  # then no single value makes a cell hopeless
+        on_nonfinite = "skip"
     for lr, seed in itertools.product(config.lr, config.seeds):
         cell = run.model_copy(
             update={

@@ -53,6 +53,8 @@ class Curves:
     val_steps: Floats
     val_loss: Floats
     probes: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    skipped: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    """Steps whose update was skipped."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ def read_curves(path: Path) -> Curves:
         loss=np.array([_number(train[s]["loss"]) for s in steps], dtype=np.float64),
         grad_norm=np.array([_number(train[s].get("grad_norm")) for s in steps], dtype=np.float64),
         clipped=np.array([bool(train[s].get("clipped")) for s in steps], dtype=np.bool_),
+        skipped=np.array(["skipped" in train[s] for s in steps], dtype=np.bool_),
         val_steps=np.array(sorted(val), dtype=np.float64),
         val_loss=np.array([val[s] for s in sorted(val)], dtype=np.float64),
         probes=tuple((s, probes[s]) for s in sorted(probes)),
@@ -211,9 +214,10 @@ def row_of(run: Run, root: Path) -> dict[str, Any]:
     """Return a run's line of ``cells.csv``; what is not known is None."""
     curves = run.curves
     # What follows the first value that is not finite says nothing: the weights are not numbers.
-    (lost,) = np.nonzero(~np.isfinite(curves.loss + curves.grad_norm))
+    (lost,) = np.nonzero(~np.isfinite(curves.loss + curves.grad_norm) & ~curves.skipped)
     told = slice(int(lost[0]) + 1 if len(lost) else None)
-    gradients = gradient_figures(curves.grad_norm[told], curves.clipped[told].tolist())
+    made = ~curves.skipped[told]
+    gradients = gradient_figures(curves.grad_norm[told][made], curves.clipped[told][made].tolist())
     known = {
         "arm": run.arm,
         "lr": run.lr,

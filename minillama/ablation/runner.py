@@ -33,12 +33,13 @@ from minillama.errors import (
     MinillamaError,
     RunFolderError,
 )
+from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.reading import dotted, read_yaml
 from minillama.training.device import pick_device
 from minillama.training.durable import write_whole, writing
 from minillama.training.interrupt import StopSignal
 
-UNCOUNTED = ("name", "out_dir", "loggers", "train.on_nonfinite")
+UNCOUNTED = ("name", "out_dir", "loggers")
 """Fields of a run that do not decide its numbers."""
 
 _POLL = 0.3  # seconds between looks at how far the running cells are
@@ -86,13 +87,16 @@ def run(
             each; :func:`minillama.ablation.ray_runner.run` brings another.
 
     Raises:
-        ConfigError: an arm is faulty, or the folder holds cells of another config.
+        ConfigError: an arm is faulty or needs more memory than there is, or the folder holds cells
+            of another config.
         DataError, TokenizerError: the text cannot be used.
         RunFolderError: the folder cannot be written, or another ablation is writing into it.
         InterruptedRunError: Ctrl-C or SIGTERM came; what was running is saved.
         MinillamaError: every cell crashed.
     """
     grid = cells(config)
+    for cell in grid:
+        refuse_what_cannot_fit(cell.config, pick_device(cell.config.train.device))
     folder = _folder(config)
     with _claimed(folder):
         _refuse_changed(grid)
@@ -209,8 +213,10 @@ def _refuse_changed(grid: Sequence[Cell]) -> None:
         saved = parse_run(read_yaml(cell.folder), str(cell.folder))
         before, now = (dict(dotted(c.model_dump(mode="json"))) for c in (saved, cell.config))
         for name in sorted(before | now):
-            if name not in UNCOUNTED and before.get(name) != now.get(name):
-                was, wanted = before.get(name), now.get(name)
+            was, wanted = before.get(name), now.get(name)
+            # stop or run_on is the runner's choice, and no measure differs by it; skip does decide
+            stops = name == "train.on_nonfinite" and "skip" not in (was, wanted)
+            if name not in UNCOUNTED and not stops and was != wanted:
                 changed.append(f"{cell.folder} has {name} = {was!r}, not {wanted!r}")
                 break
     if changed:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minillama.config import ModelConfig
+from minillama.errors import ConfigError
 from minillama.model.kernels import attend, causal_attention
 from minillama.model.kv_cache import KVCache
 from minillama.model.norms import RMSNorm, build_norm
@@ -26,6 +27,9 @@ class Attention(nn.Module):
     (``head``, Qwen 3), or over the whole projection (``full``, OLMo 2).  It is an RMSNorm whatever
     the kind of the model's norms, so that a swap of those changes nothing here.  ``qkv_norm`` norms
     each head's queries, keys and values with the model's kind of norm (HybridNorm).
+
+    Raises:
+        ConfigError: both are asked for.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0, *, qkv_norm: bool = False) -> None:
@@ -41,6 +45,11 @@ class Attention(nn.Module):
         self.o_proj = Linear(q_dim, config.dim)
         self.qk_norm = config.norm.qk_norm
         self.qkv_norm = qkv_norm
+        if qkv_norm and self.qk_norm != "none":
+            raise ConfigError(
+                f"model.norm.qk_norm = {self.qk_norm!r}: the placement {config.norm.placement} "
+                "norms q, k and v itself; leave this at none"
+            )
         if qkv_norm:
             self.q_norm, self.k_norm, self.v_norm = (
                 build_norm(config.norm, self.head_dim, "attention") for _ in range(3)

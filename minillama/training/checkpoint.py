@@ -6,7 +6,8 @@
                  trainer_state.pt     what a resume needs: tensors and plain data only
 
 It needs no conversion to be used.  Neither safetensors nor torch.load notices a flipped bit, so the
-header of model.safetensors carries a SHA-256 of its own tensors and of each file beside it.
+header of model.safetensors carries a SHA-256 of its own tensors and of each file beside it, and one
+of these checksums, so that a bit flipped in them is not laid at another file's door.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def save_checkpoint(
         sums = {file.name: _hash_file(file) for file in new.iterdir()}
         weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
         sums[WEIGHTS] = hash_tensors(weights)
-        _save_weights(weights, new / WEIGHTS, {"format": "pt", "sha256": json.dumps(sums)})
+        listed = json.dumps(sums)
+        metadata = {"format": "pt", "sha256": listed, "seal": _hash_text(listed)}
+        _save_weights(weights, new / WEIGHTS, metadata)
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -88,6 +91,10 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 def _hash_file(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _torch_save(data: Mapping[str, Any], file: Path) -> None:
@@ -256,6 +263,10 @@ def _read(folder: Path) -> tuple[RunConfig, dict[str, Tensor], Tokenizer]:
         raise CheckpointError(f"{file} is damaged: {error}") from None
     if WEIGHTS in sums and sums[WEIGHTS] != hash_tensors(weights):
         raise CheckpointError(f"{file} is damaged: its checksum does not match")
+    lost = [name for name, w in weights.items() if not bool(torch.isfinite(w).all())]
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise CheckpointError(f"{file} holds NaN or inf in {', '.join(lost[:3])}{more}")
     return config, weights, _read_tokenizer(folder, config, sums)
 
 
@@ -295,7 +306,10 @@ def _read_sums(folder: Path) -> dict[str, str]:
     try:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
-        sums = json.loads(metadata.get("sha256", "{}"))
+        listed = metadata.get("sha256", "{}")
+        if metadata.get("seal", _hash_text(listed)) != _hash_text(listed):
+            raise CheckpointError(f"{file} is damaged: its checksums do not match their own")
+        sums = json.loads(listed)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from None
     return sums if isinstance(sums, dict) else {}

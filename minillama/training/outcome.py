@@ -16,6 +16,7 @@ import torch
 
 import minillama
 from minillama.config import RunConfig
+from minillama.training.stability import SPIKE_WINDOW, is_spike
 
 Fate = Literal["ok", "diverged", "collapsed"]
 
@@ -54,6 +55,23 @@ class Progress:
     best_val_loss: float | None = None
     best_step: int | None = None
     recent_losses: list[float] = field(default_factory=list)
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    spikes: int = 0
+    losses_before: list[float] = field(default_factory=list)  # finite ones, to tell a spike by
+
+    def stepped(self, loss: float, n_tokens: int, *, skipped: bool) -> bool:
+        """Count a step, its update made or skipped; tell whether its loss is a spike."""
+        self.step += 1
+        self.tokens += n_tokens
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if not math.isfinite(loss):
+            return False
+        spike = is_spike(loss, self.losses_before)
+        self.spikes += spike
+        self.losses_before = [*self.losses_before, loss][-SPIKE_WINDOW:]
+        return spike
 
     def logged(self, loss: float) -> None:
         """Remember a logged training loss for the mean of the last few."""
@@ -110,6 +128,8 @@ def summarise(
         "best_val_loss": progress.best_val_loss,
         "best_step": progress.best_step,
         "init_val_loss": progress.init_val_loss,
+        "skipped": progress.skipped,
+        "spikes": progress.spikes,
     }
     return {
         "name": config.name,

@@ -58,9 +58,15 @@ MAY_CHANGE = frozenset(
         "train.sample_prompt",
         "train.device",
         "train.compile",
+        "train.on_nonfinite",
+        "train.max_skips",
     )
 )
-"""The fields that a resumed run may have otherwise than it began."""
+"""The fields that a resumed run may have otherwise than it began.
+
+What becomes of an update that is not finite is among them: a run that it has stopped may go on from
+its last checkpoint by another rule.
+"""
 
 _log = logging.getLogger("minillama")
 
@@ -211,18 +217,22 @@ class RunFolder:
         """Return the summary of a run that has nothing left to do.
 
         Raises:
-            DivergedError: it ended by divergence, as it would again.
+            DivergedError: it ended by divergence, as it would again with this config.
             ConfigError: it has finished with another config, and no checkpoint to go on from.
         """
         summary = self.read_summary()
         if summary is None or not summary["finished"]:
             return None
+        same = summary.get("config_hash") == hash_config(config)
+        if summary["val_loss"] is None and has_checkpoint and not same:
+            return None
         if summary["val_loss"] is None:
             raise DivergedError(
                 f"{self.path}: this run diverged after step {summary['steps']}, as it would again; "
-                "change its config, such as optim.lr, and start it with --overwrite"
+                "change its config, such as optim.lr, and start it with --overwrite, or go on by "
+                "train.on_nonfinite=skip"
             )
-        if not has_checkpoint and summary["config_hash"] != hash_config(config):
+        if not has_checkpoint and not same:
             raise ConfigError(
                 f"{self.path} holds the finished run of another config and no checkpoint to go on "
                 "from; --overwrite replaces it, out_dir=FOLDER keeps it"

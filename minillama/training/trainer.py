@@ -1,11 +1,18 @@
 """The training loop.
 
     batch ─▶ micro-batches: loss, backward ─▶ clip ─▶ finite? ─▶ update ─▶ log ─▶ validate ─▶ save
-                                                        └─ no: stop, nothing updated
+                                                        └─ no: stop or skip, nothing updated
 
-Steps are counted in updates that were made.  All that a step depends on is the config, the step's
-number, the weights and the optimizer's state, so a resumed run goes on to the bit: on a CPU, with
-the same version of torch and as many threads.
+All that a step depends on is the config, the step's number, the weights and the optimizer's state.
+
+Guaranteed: on one CPU with the same version of torch and as many threads, the same config gives the
+same bits; so does a run that was interrupted or killed, however often, and resumed.  Probes,
+validation, logging, saving, TensorBoard and the bar change no bit.  There are no data workers whose
+number could matter: a batch is cut from a memory map by the step's number alone.
+
+Not guaranteed, and tested only to rounding: the same bits with another number of threads, another
+micro-batch size, another CPU (our C kernels are built for the one they run on) or version of torch,
+with ``train.compile``, or on a GPU, whose sums may be in another order each time.
 """
 
 from __future__ import annotations
@@ -13,7 +20,6 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-import sys
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict
@@ -22,7 +28,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minillama.checkpoint_folders import step_of
 from minillama.config import RunConfig, advice, resolve
@@ -30,10 +35,10 @@ from minillama.data.batches import Batches
 from minillama.data.prepare import Prepared, prepare
 from minillama.errors import ConfigError, DivergedError, InterruptedRunError
 from minillama.evaluate import evaluate
-from minillama.generate import generate
 from minillama.model.kernels import IGNORED
 from minillama.model.transformer import Transformer, is_norm_parameter
 from minillama.plan.limit import refuse_what_cannot_fit
+from minillama.training.bar import progress_bar, shown
 from minillama.training.checkpoint import (
     Resumed,
     hash_tensors,
@@ -49,9 +54,9 @@ from minillama.training.optim import build_optimizer, clip_gradients
 from minillama.training.outcome import Progress, fate, summarise
 from minillama.training.probes import StepProbe
 from minillama.training.run_folder import RunFolder, check_resumable
+from minillama.training.sampling import write_sample
 from minillama.training.schedule import learning_rate
-
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 200, 0.8, 50
+from minillama.training.stability import check_ids, lost_weight, remedies, verdict
 
 _log = logging.getLogger("minillama")
 
@@ -143,6 +148,8 @@ class Trainer:
         model.recompute = config.train.recompute
         self.parameters = list(model.parameters())
         self.optimizer = build_optimizer(model, config.optim)
+        scaled = config.train.dtype == "float16"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.progress = Progress()
         self._loss_sums = (
             torch.compile(model.loss_sums) if config.train.compile else model.loss_sums
@@ -180,26 +187,28 @@ class Trainer:
                 self._loggers = build_loggers(config.loggers, self.folder.path, progress.step)
             stack.callback(self._close_loggers)
             stop = stack.enter_context(StopSignal())
-            bar = stack.enter_context(_bar(config, progress.step, show))
+            bar = stack.enter_context(progress_bar(config, progress.step, show))
             self._after_update(stop)
             while progress.step < config.train.steps:
                 line = self._train_step()
                 if not bar.disable:
-                    bar.set_postfix_str(_shown(line, progress.val_loss), refresh=False)
+                    bar.set_postfix_str(shown(line, progress.val_loss), refresh=False)
                     bar.update()
                 self._after_update(stop)
         return self._finish()
 
     def _train_step(self) -> Line:
-        """Make one update and log it.
+        """Make one update, or skip it, and log it.
 
         Raises:
             DivergedError: the loss or the gradient is not finite; no update is made.
+            DataError: the batch holds ids that the model does not know.
         """
         started = time.perf_counter()
         config, progress = self.config, self.progress
         step = progress.step + 1
         inputs_BT, targets_BT = self.batches.batch_at(progress.step)
+        check_ids(self.prepared.folder, config.model.vocab_size, inputs_BT, targets_BT)
         count = int((targets_BT != IGNORED).sum())
         probing = config.train.probe_every and step % config.train.probe_every == 0
         probe = StepProbe(self.model) if probing else None
@@ -210,13 +219,15 @@ class Trainer:
                 probe.before_update(inputs_BT.to(self.device))
         norm = clip_gradients(self.parameters, config.optim.grad_clip)
         lr = learning_rate(step, config.optim, config.train.steps)
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        stops = not finite and config.train.on_nonfinite == "stop"
-        if not stops:
+        what = verdict(config.train, loss, norm, progress.skipped_in_a_row)
+        if what == "skip" and config.train.on_nonfinite != "run_on" and lost_weight(self.model):
+            what = "stop"  # no later batch can bring the weights back
+        if what == "make":
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
-            progress.step, progress.tokens = step, progress.tokens + count
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        spike = what != "stop" and progress.stepped(loss, count, skipped=what == "skip")
         line = {
             "step": step,
             "loss": loss,
@@ -226,13 +237,16 @@ class Trainer:
             "tokens": progress.tokens,
             "tokens_per_s": self._speed(count, time.perf_counter() - started),
         }
-        if stops or step % config.train.log_every == 0 or step == config.train.steps:
+        line |= {"skipped": progress.skipped} if what == "skip" else {}
+        line |= {"spike": True} if spike else {}
+        due = step % config.train.log_every == 0 or step == config.train.steps
+        if what == "stop" or (due and what == "make"):
             progress.logged(loss)
+        if due or what != "make" or spike:
             self._write(line)
             self._since_logged = [0, 0.0]
-        if stops:
-            what = "gradient norm" if math.isfinite(loss) else "loss"
-            self._diverged(f"the {what} of step {step} is not finite, so it was not made")
+        if what == "stop":
+            self._diverged_at(step, loss)
         if probe is not None:
             self._write({"step": step, "probe": probe.after_update()})
         return line
@@ -252,8 +266,10 @@ class Trainer:
                 sums = self._loss_sums(
                     inputs.to(self.device), targets.to(self.device), self.config.optim.z_loss
                 )
-            torch.autograd.backward(sums.objective / count)
+            torch.autograd.backward(self.scaler.scale(sums.objective / count))
             total += sums.cross_entropy.detach()
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
         return (total / count).item()
 
     def _after_update(self, stop: StopSignal) -> None:
@@ -306,7 +322,11 @@ class Trainer:
         assert progress.val_loss is not None
         assert progress.init_val_loss is not None
         self._tick()
-        sample = None if prompt is None else self._sample(prompt)
+        sample = None
+        if prompt is not None:
+            with self._autocast():
+                tokenizer, seed = self.prepared.tokenizer, self.config.train.seed
+                sample = write_sample(self.model, tokenizer, prompt, seed)
         start = progress.init_val_loss
         if self.config.init_from is not None:  # it began trained: no better is not diverged
             start = max(start, math.log(self.config.model.vocab_size))
@@ -316,27 +336,12 @@ class Trainer:
             self.folder.write_summary(summary)
         return summary
 
-    def _sample(self, prompt: str) -> str:
-        tokenizer = self.prepared.tokenizer
-        ids = tokenizer.encode(prompt, bos=True)
-        with self._autocast():
-            ids += generate(
-                self.model,
-                ids,
-                SAMPLE_TOKENS,
-                temperature=SAMPLE_TEMPERATURE,
-                top_k=SAMPLE_TOP_K,
-                seed=self.config.train.seed,
-                stop_ids=(tokenizer.eos_id,),
-            )
-        return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)
-
     # --------------------------------------------------------------------------- save and go on
 
     def _save(self) -> None:
         """Write a checkpoint of this step, or only set the links if it is there."""
-        if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
-            self._diverged(f"a weight is not finite after step {self.progress.step}")
+        if lost := lost_weight(self.model):
+            self._diverged(f"{lost} is not finite after step {self.progress.step}")
         self._tick()
         with self.folder.writing():
             for logger in self._loggers:
@@ -355,6 +360,7 @@ class Trainer:
         return {
             "progress": asdict(self.progress),
             "optimizer": self.optimizer.state_dict()["state"],
+            "scaler": self.scaler.state_dict(),
             "data_sha256": self.prepared.meta.data_sha256,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None,
@@ -376,6 +382,8 @@ class Trainer:
         load_weights(self.model, resumed.weights, resumed.folder)
         groups = self.optimizer.state_dict()["param_groups"]  # the config's, not those saved
         self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        if state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
@@ -392,15 +400,22 @@ class Trainer:
 
     # -------------------------------------------------------------------------------- small things
 
+    def _diverged_at(self, step: int, loss: float) -> NoReturn:
+        what = "gradient norm" if math.isfinite(loss) else "loss"
+        why = f"the {what} of step {step} is not finite, so it was not made"
+        if lost := lost_weight(self.model):
+            why += f"; nor is {lost}"
+        elif self.progress.skipped_in_a_row:
+            why += f", nor were the {self.progress.skipped_in_a_row} before it (train.max_skips)"
+        self._diverged(why)
+
     def _diverged(self, what: str) -> NoReturn:
         self._tick()
         with self.folder.writing():
             self.folder.write_summary(self._summary("diverged"))
-        newest, optim = self.folder.newest(), self.config.optim
         raise DivergedError(
-            f"training diverged: {what}; last good checkpoint: {newest or 'none yet'}. "
-            f"Try a lower optim.lr (now {optim.lr:g}), a longer optim.warmup_steps (now "
-            f"{optim.warmup_steps}), model.norm.qk_norm=head or another model.norm.placement"
+            f"training diverged: {what}; last good checkpoint: "
+            f"{self.folder.newest() or 'none yet'}; {remedies(self.config)}"
         )
 
     def _summary(self, judged: Any, sample: str | None = None) -> dict[str, Any]:
@@ -419,7 +434,7 @@ class Trainer:
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.train.dtype == "float32":
             return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
+        return torch.autocast(self.device.type, getattr(torch, self.config.train.dtype))
 
     def _speed(self, tokens: int, seconds: float) -> float:
         """Return the tokens per second since the last logged line, validation left out."""
@@ -433,20 +448,3 @@ class Trainer:
         now = time.perf_counter()
         self.progress.seconds += now - self._ticked
         self._ticked = now
-
-
-def _bar(config: RunConfig, step: int, show: bool) -> tqdm[NoReturn]:
-    return tqdm(
-        total=config.train.steps,
-        initial=step,
-        desc=config.name,
-        unit="step",
-        dynamic_ncols=True,
-        disable=not show,
-        mininterval=0.2 if sys.stderr.isatty() else 15,
-    )
-
-
-def _shown(line: Line, val_loss: float | None) -> str:
-    val = "" if val_loss is None else f" val {val_loss:.3f}"
-    return f"loss {line['loss']:.3f}{val} lr {line['lr']:.1e} {line['tokens_per_s']:,.0f} tokens/s"

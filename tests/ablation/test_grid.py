@@ -126,3 +126,13 @@ def test_a_grid_that_repeats_itself_is_refused() -> None:
         ablation(lr=[1e-3, 1.00000001e-3])
     with pytest.raises(ValueError, match=r"axes\.model\.init"):
         ablation(axes={"model.init": ["normal", "normal"]})
+
+
+def test_a_base_that_skips_goes_on_skipping_and_else_the_runner_says_when_to_stop() -> None:
+    def rule(**fields: Any) -> str:
+        return cells(ablation(**fields))[0].config.train.on_nonfinite
+
+    never = {"stop_hopeless": False}
+    assert (rule(), rule(runner=never)) == ("stop", "run_on")
+    skips = {"train.on_nonfinite": "skip"}
+    assert rule(overrides=skips) == rule(overrides=skips, runner=never) == "skip"

@@ -109,3 +109,23 @@ def test_a_row_has_every_column_and_none_for_what_is_unknown(make_ablation: Any)
     assert 0 < good["clipped_share"] < 1
     assert good["error"] is None
     assert (bad["fate"], bad["val_loss"], bad["grad_norm_max"]) == ("diverged", None, np.inf)
+
+
+def test_what_follows_a_skipped_step_still_counts(make_run: Any) -> None:
+    folder = make_run(2.0)
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = []
+    for skipped in ({"skipped": 1}, {}):
+        for line in lines:
+            if line["step"] == 50 and "loss" in line:
+                line.pop("skipped", None)
+                line.update({"loss": "NaN", "grad_norm": "NaN"} | skipped)
+            if line["step"] == 150 and "loss" in line:
+                line["grad_norm"] = 77.0
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        rows.append(row_of(read_results(folder).runs[0], folder))
+    skips, lost = rows
+    assert skips["grad_norm_max"] == 77.0
+    assert lost["grad_norm_max"] == np.inf
+    assert 0 < skips["spike_score"] < 0.05  # of all 200 steps, and the skipped one is among them

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minillama.config import ModelConfig
+from minillama.errors import ConfigError
 from minillama.model.attention import Attention
 from minillama.model.rope import RotaryEmbedding, Rotation
 
@@ -176,3 +177,9 @@ def test_no_projection_has_a_bias():
         "q_proj.weight",
         "v_proj.weight",
     ]
+
+
+@pytest.mark.parametrize("qk_norm", ["head", "full"])
+def test_normed_queries_are_not_normed_once_more(qk_norm):
+    with pytest.raises(ConfigError, match=rf"model\.norm\.qk_norm = '{qk_norm}'.*leave this"):
+        build(2, 2, qkv_norm=True, qk_norm=qk_norm)

@@ -127,26 +127,50 @@ def test_a_damaged_file_is_refused_by_name_and_a_sound_checkpoint_offered(saved,
 
 
 def test_a_bit_flipped_anywhere_is_refused_or_does_no_harm(saved):
+    flip_bits_of(saved, 20)
+
+
+@pytest.mark.slow
+def test_any_of_thousands_of_flipped_bits_is_refused_or_does_no_harm(saved):
+    flip_bits_of(saved, 1000)
+
+
+def flip_bits_of(saved, n_flips):
     folder, model, config = saved
-    draw = random.Random(0)
+    draw = random.Random(n_flips)
     for name in (CONFIG, WEIGHTS, TOKENIZER, TRAINER_STATE):
         sound = (folder / name).read_bytes()
         header = 3000 if name == WEIGHTS else len(sound)  # half of the flips go to the header
         outcomes = []
-        for limit in [header, len(sound)] * 10:
+        for limit in [header, len(sound)] * (n_flips // 2):
             data = bytearray(sound)
             data[draw.randrange(limit)] ^= 1 << draw.randrange(8)
             (folder / name).write_bytes(data)
             try:
                 resumed = read_for_resume(folder)
             except CheckpointError as error:
-                outcomes.append(f"{folder}/{name} is " in str(error))
+                outcomes.append(str(error))
             else:
                 assert resumed.config == config
                 assert hash_tensors(resumed.weights) == hash_tensors(model.state_dict())
                 assert str(resumed.state) == str(STATE)
-        assert all(outcomes)
+        wrong = [said for said in outcomes if f"{folder}/{name} is " not in said]
+        assert not wrong
         (folder / name).write_bytes(sound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, TOKENIZER, TRAINER_STATE])
+def test_a_file_cut_anywhere_is_refused_by_name_and_the_newest_sound_one_offered(saved, name):
+    folder, _, _ = saved
+    for step in (1, 2):
+        shutil.copytree(folder, folder.with_name(f"step-{step:06d}"))
+    (folder.with_name("step-000002") / WEIGHTS).write_bytes(b"")  # newer, and as bad
+    sound, draw = (folder / name).read_bytes(), random.Random(0)
+    for _ in range(100):
+        (folder / name).write_bytes(sound[: draw.randrange(len(sound))])
+        with pytest.raises(CheckpointError, match=rf"step-000003/{name} is .*step-000001$"):
+            read_for_resume(folder)
 
 
 def test_without_another_checkpoint_none_is_offered(saved):

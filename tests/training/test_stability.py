@@ -1,0 +1,74 @@
+import math
+
+import numpy as np
+import pytest
+
+from minillama.training.outcome import Progress
+from minillama.training.stability import (
+    FEWEST_BEFORE_A_SPIKE,
+    SPIKE_WINDOW,
+    is_spike,
+    remedies,
+    verdict,
+)
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "loss", "norm", "in_a_row", "expected"),
+    [
+        ("stop", "float32", 1.0, 1.0, 0, "make"),
+        ("stop", "float32", NAN, 1.0, 0, "stop"),
+        ("stop", "bfloat16", 1.0, INF, 0, "stop"),
+        ("stop", "float16", 1.0, INF, 1, "skip"),
+        ("stop", "float16", 1.0, INF, 2, "stop"),
+        ("stop", "float16", NAN, NAN, 0, "stop"),
+        ("skip", "float32", 1.0, 1.0, 2, "make"),
+        ("skip", "float32", INF, 1.0, 1, "skip"),
+        ("skip", "float32", 1.0, NAN, 2, "stop"),
+        ("skip", "float16", NAN, NAN, 1, "skip"),
+        ("run_on", "float32", NAN, NAN, 9, "make"),
+        ("run_on", "float16", NAN, NAN, 9, "skip"),
+    ],
+)
+def test_what_becomes_of_an_update(tiny, rule, dtype, loss, norm, in_a_row, expected):
+    fields = {"train.on_nonfinite": rule, "train.dtype": dtype, "train.max_skips": 2}
+    assert verdict(tiny(**fields).train, loss, norm, in_a_row) == expected
+
+
+def test_a_spike_stands_out_from_the_losses_before_it():
+    losses = np.random.default_rng(0).normal(3, 0.1, 300).tolist()
+    assert is_spike(4.0, losses[:FEWEST_BEFORE_A_SPIKE])
+    assert not is_spike(3.2, losses)
+    assert not is_spike(4.0, losses[: FEWEST_BEFORE_A_SPIKE - 1])
+    for value in (NAN, INF):  # not a spike: something else becomes of it
+        assert not is_spike(value, losses)
+
+
+def test_progress_counts_skips_in_all_and_in_a_row_and_keeps_a_bounded_window():
+    progress = Progress()
+    for loss in [3.0, 3.1] * 100:
+        assert not progress.stepped(loss, 64, skipped=False)
+    for skipped in (True, True, False, True):
+        progress.stepped(NAN if skipped else 3.0, 64, skipped=skipped)
+    assert (progress.skipped, progress.skipped_in_a_row) == (3, 1)
+    assert (progress.step, progress.tokens) == (204, 204 * 64)
+    assert progress.stepped(1e9, 64, skipped=False)
+    assert progress.spikes == 1
+    assert len(progress.losses_before) == SPIKE_WINDOW
+    assert all(map(math.isfinite, progress.losses_before))
+
+
+def test_the_advice_is_what_the_config_does_not_have_yet(tiny):
+    bare = {"optim.warmup_steps": 0, "optim.grad_clip": 0, "train.dtype": "float16"}
+    said = remedies(tiny(**bare))
+    wishes = ["a lower optim.lr (now 0.003)", "a warm-up (optim.warmup_steps=1)", "optim.grad_clip"]
+    wishes += ["optim.z_loss", "model.norm.qk_norm=head", "train.dtype=bfloat16"]
+    for wish in wishes:
+        assert wish in said
+    assert "\n" not in said
+    careful = {"optim.warmup_steps": 4, "optim.z_loss": 1e-4, "model.norm.qk_norm": "head"}
+    said = remedies(tiny(**careful))
+    assert said == "try a lower optim.lr (now 0.003) or a longer optim.warmup_steps (now 4)"
+    assert "qk_norm" not in remedies(tiny(**{"model.norm.placement": "hybrid"}))
