@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from minillama import launch
 from minillama.config import FilesSource, RunConfig
 from minillama.data.prepare import prepare
 from minillama.data.sources import open_documents
@@ -33,11 +34,16 @@ def train_run(config: RunConfig, resume: bool, overwrite: bool, *, progress: boo
     """Train, and say how it went, where it is and what to do with it."""
     summary = train(config, resume=resume, overwrite=overwrite, progress=progress)
     if summary["fate"] == "diverged":
-        raise DivergedError(
-            f"training diverged: the final validation loss, {summary['val_loss']:.4f}, is no "
-            f"better than at init, {summary['init_val_loss']:.4f}; try a lower optim.lr (now "
-            f"{config.optim.lr:g}) or a longer optim.warmup_steps. The run is in {config.out_dir}"
+        raise launch.alike(
+            DivergedError(
+                f"training diverged: the final validation loss, {summary['val_loss']:.4f}, is no "
+                f"better than at init, {summary['init_val_loss']:.4f}; try a lower optim.lr (now "
+                f"{config.optim.lr:g}) or a longer optim.warmup_steps. The run is in "
+                f"{config.out_dir}"
+            )
         )
+    if launch.rank():
+        return ""  # the main process tells
     lines = []
     if summary["sample"]:
         lines += ["", summary["sample"], ""]

@@ -54,15 +54,14 @@ class Batches:
                 "add text, or lower data.seq_len"
             )
 
-    def batch_at(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs and targets of ``step``, counted from 0: two (B, T) int64 tensors."""
+    def batch_at(self, step: int, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs and targets of ``step``, counted from 0: two (B, T) int64 tensors.
+
+        With ``rows``, such as :func:`rows_of_rank` gives, these rows of them; no other is read.
+        """
         first = step * self.batch_size
-        starts_B = np.array(
-            [
-                self._window(sample) * self.seq_len
-                for sample in range(first, first + self.batch_size)
-            ]
-        )
+        samples = range(first, first + self.batch_size)[rows]
+        starts_B = np.array([self._window(sample) * self.seq_len for sample in samples])
         windows_BT1 = self.tokens[starts_B[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
         return (
             torch.from_numpy(windows_BT1[:, :-1].copy()),
@@ -94,3 +93,8 @@ class Batches:
             while len(self._orders) > _EPOCHS_KEPT:
                 self._orders.popitem(last=False)
         return self._orders[epoch]
+
+
+def rows_of_rank(batch_size: int, rank: int, n_ranks: int) -> slice:
+    """Return the rows of a batch that are rank's, counted from 0: disjoint, and together all."""
+    return slice(batch_size * rank // n_ranks, batch_size * (rank + 1) // n_ranks)
