@@ -370,6 +370,12 @@ def _recorded(options: Namespace) -> str:
         answer: str = options.run(options)
     except OtherRankError:
         raise
+    except MinillamaError as error:
+        try:
+            raise error.with_traceback(None) from None  # the user's fault is in the line alone
+        except MinillamaError:
+            handler.record_exception(error)
+            raise
     except Exception as error:
         handler.record_exception(error)
         raise

@@ -6,6 +6,7 @@ answers of several are in :mod:`minillama.training.parallel`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -157,12 +158,13 @@ class Ranks:
             for name in names
         }
         if sharded:
-            # Every rank reads what it needs, and no more.
-            load(
-                {f"{number}.{name}": tensor for (number, name), tensor in sharded.items()},
-                storage_reader=HuggingFaceStorageReader(str(folder / OPTIMIZER)),
-                no_dist=True,
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is told
+                load(
+                    {f"{number}.{name}": tensor for (number, name), tensor in sharded.items()},
+                    storage_reader=HuggingFaceStorageReader(str(folder / OPTIMIZER)),
+                    no_dist=True,  # every rank reads what it needs, and no more
+                )
         for (number, name), tensor in sharded.items():
             moments.setdefault(number, {})[name] = tensor
         groups = optimizer.state_dict()["param_groups"]  # the config's, not those saved
