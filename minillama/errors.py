@@ -9,7 +9,7 @@
     ├── CheckpointError                 1    a checkpoint is damaged or does not match
     ├── RunFolderError                  1    the run folder cannot be written
     ├── RankLostError                   1    a process that trains with this one is gone
-    ├── OtherRankError                  its  a process that trains with this one raised, and says so
+    ├── OtherRankError                  1    a process that trains with this one raised; or as that
     ├── DivergedError                   3    loss or gradient is no longer finite
     └── InterruptedRunError             130  stopped by Ctrl-C or SIGTERM, after a clean save
 
@@ -109,7 +109,7 @@ class OtherRankError(MinillamaError):
         exit_status: the other's, which is this one's too.
     """
 
-    def __init__(self, message: str, exit_status: int) -> None:
+    def __init__(self, message: str, exit_status: int = 1) -> None:
         super().__init__(message)
         self.exit_status = exit_status  # type: ignore[misc]  # the one class where it varies
 

@@ -37,9 +37,9 @@ def local_world_size() -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"]) if by_torchrun() else 1
 
 
-def restarted() -> bool:
-    """Tell whether torchrun has started the processes of this job before, and one of them died."""
-    return by_torchrun() and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
+def restarts() -> int:
+    """Return how often torchrun has started all processes again because one of them died."""
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"]) if by_torchrun() else 0
 
 
 def job() -> str:

@@ -39,6 +39,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -97,8 +98,7 @@ def join(config: RunConfig) -> Iterator[Ranks]:
     if launch.rank():
         _log.setLevel(logging.ERROR)  # the main rank says it all
     try:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        _start_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         yield (_Ddp if train.parallel == "ddp" else _Fsdp)(device, train)
         dist.destroy_process_group()
     except RuntimeError as error:
@@ -111,6 +111,13 @@ def join(config: RunConfig) -> Iterator[Ranks]:
         ) from error
     finally:
         _log.setLevel(level)
+
+
+def _start_group(backend: str) -> None:
+    # torchrun's store outlives a restart, and with it the addresses of those who died.
+    store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
+    store = dist.PrefixStore(f"attempt-{launch.restarts()}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
 def _is_lost(error: BaseException) -> bool:

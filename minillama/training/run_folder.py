@@ -148,7 +148,7 @@ class RunFolder:
         A run of before, which this one was refused to mix with or was to replace, is another.
         """
         try:
-            return launch.restarted() and self._job.read_text(encoding="utf-8") == launch.job()
+            return launch.restarts() > 0 and self._job.read_text(encoding="utf-8") == launch.job()
         except OSError:
             return False
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -23,7 +22,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minillama import launch
 from minillama.checkpoint_folders import step_of
@@ -32,9 +30,9 @@ from minillama.data.batches import Batches
 from minillama.data.prepare import Prepared, prepare
 from minillama.errors import ConfigError, DivergedError, InterruptedRunError
 from minillama.evaluate import evaluate
-from minillama.generate import generate
 from minillama.model.kernels import IGNORED
 from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.training.bar import progress_bar, shown
 from minillama.training.checkpoint import (
     Resumed,
     hash_tensors,
@@ -51,9 +49,8 @@ from minillama.training.parallel import join
 from minillama.training.probes import StepProbe
 from minillama.training.ranks import Ranks
 from minillama.training.run_folder import RunFolder, check_resumable
+from minillama.training.sampling import write_sample
 from minillama.training.schedule import learning_rate
-
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 200, 0.8, 50
 
 _log = logging.getLogger("minillama")
 
@@ -194,12 +191,14 @@ class Trainer:
                 self._begin()
             stack.callback(self._close_loggers)
             stop = stack.enter_context(self.ranks.stop_signal())
-            bar = stack.enter_context(_bar(config, progress.step, show and self.ranks.is_main))
+            bar = stack.enter_context(
+                progress_bar(config, progress.step, show and self.ranks.is_main)
+            )
             self._after_update(stop)
             while progress.step < config.train.steps:
                 line = self._train_step()
                 if not bar.disable:
-                    bar.set_postfix_str(_shown(line, progress.val_loss), refresh=False)
+                    bar.set_postfix_str(shown(line, progress.val_loss), refresh=False)
                     bar.update()
                 self._after_update(stop)
         return self._finish()
@@ -337,8 +336,12 @@ class Trainer:
         assert progress.val_loss is not None
         assert progress.init_val_loss is not None
         self._tick()
-        writer = None if prompt is None else self.ranks.sampler(self.model)
-        sample = None if prompt is None or writer is None else self._sample(writer, prompt)
+        sample = None
+        if prompt is not None and (model := self.ranks.sampler(self.model)) is not None:
+            with self._autocast():
+                sample = write_sample(
+                    model, self.prepared.tokenizer, prompt, self.config.train.seed
+                )
         start = progress.init_val_loss
         if self.config.init_from is not None:  # it began trained: no better is not diverged
             start = max(start, math.log(self.config.model.vocab_size))
@@ -346,21 +349,6 @@ class Trainer:
         summary = self._summary(judged, sample)
         self._write_summary(summary)
         return summary
-
-    def _sample(self, model: Transformer, prompt: str) -> str:
-        tokenizer = self.prepared.tokenizer
-        ids = tokenizer.encode(prompt, bos=True)
-        with self._autocast():
-            ids += generate(
-                model,
-                ids,
-                SAMPLE_TOKENS,
-                temperature=SAMPLE_TEMPERATURE,
-                top_k=SAMPLE_TOP_K,
-                seed=self.config.train.seed,
-                stop_ids=(tokenizer.eos_id,),
-            )
-        return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)
 
     # --------------------------------------------------------------------------- save and go on
 
@@ -480,20 +468,3 @@ class Trainer:
         now = time.perf_counter()
         self.progress.seconds += now - self._ticked
         self._ticked = now
-
-
-def _bar(config: RunConfig, step: int, show: bool) -> tqdm[NoReturn]:
-    return tqdm(
-        total=config.train.steps,
-        initial=step,
-        desc=config.name,
-        unit="step",
-        dynamic_ncols=True,
-        disable=not show,
-        mininterval=0.2 if sys.stderr.isatty() else 15,
-    )
-
-
-def _shown(line: Line, val_loss: float | None) -> str:
-    val = "" if val_loss is None else f" val {val_loss:.3f}"
-    return f"loss {line['loss']:.3f}{val} lr {line['lr']:.1e} {line['tokens_per_s']:,.0f} tokens/s"
