@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -116,7 +117,7 @@ def join(config: RunConfig) -> Iterator[Ranks]:
 def _start_group(backend: str) -> None:
     # torchrun's store outlives a restart, and with it the addresses of those who died.
     store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
-    store = dist.PrefixStore(f"attempt-{launch.restarts()}", store)
+    store = PrefixStore(f"attempt-{launch.restarts()}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 

@@ -169,6 +169,7 @@ class Trainer:
             "weights_hash": hash_tensors(matrices),
             "data_hash": batches.hash,
             "device": describe_device(self.device),
+            "processes": self.ranks.world_size,
         }
         self._loss_sums = self.ranks.wrap(model, config.train.compile)
         self.parameters = list(model.parameters())

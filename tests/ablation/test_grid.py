@@ -126,3 +126,11 @@ def test_a_grid_that_repeats_itself_is_refused() -> None:
         ablation(lr=[1e-3, 1.00000001e-3])
     with pytest.raises(ValueError, match=r"axes\.model\.init"):
         ablation(axes={"model.init": ["normal", "normal"]})
+
+
+def test_cells_of_several_processes_are_refused_once() -> None:
+    config = ablation(overrides={"train.parallel": "ddp"})
+    with pytest.raises(ConfigError) as caught:
+        cells(config)
+    said = "base: train.parallel = 'ddp': a cell is trained by one process; leave it out"
+    assert str(caught.value) == f"ablation test: {said}"
