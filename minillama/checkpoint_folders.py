@@ -8,7 +8,7 @@ from pathlib import Path
 from minillama.errors import ConfigError
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
-TRAINER_STATE = "trainer_state.pt"
+TRAINER_STATE, OPTIMIZER = "trainer_state.pt", "optimizer"
 _STEP_NAME = re.compile(r"step-\d{6,}")
 
 

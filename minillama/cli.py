@@ -17,10 +17,10 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minillama import __version__
+from minillama import __version__, launch
 from minillama.ablation_config import load_ablation
 from minillama.config import json_schema, load_config, to_yaml
-from minillama.errors import ConfigError, MinillamaError
+from minillama.errors import ConfigError, MinillamaError, OtherRankError
 
 EPILOG = "exit status: 0 good; 2 your config or arguments; 3 training diverged; 130 interrupted"
 
@@ -39,7 +39,10 @@ EXTRAS = {
 
 
 def _train(options: Namespace) -> str:
-    config = load_config(options.config, options.overrides)
+    try:
+        config = load_config(options.config, options.overrides)
+    except ConfigError as error:
+        raise launch.alike(error) from None
     from minillama.commands import train_run
 
     return train_run(config, options.resume, options.overwrite, progress=not options.quiet)
@@ -387,6 +390,28 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     return options
 
 
+def _recorded(options: Namespace) -> str:
+    """Run a command so that torchrun's report shows the error of the process that failed first."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    handler = get_error_handler()
+    handler.initialize()
+    try:
+        answer: str = options.run(options)
+    except OtherRankError:
+        raise
+    except MinillamaError as error:
+        try:
+            raise error.with_traceback(None) from None  # the user's fault is in the line alone
+        except MinillamaError:
+            handler.record_exception(error)
+            raise
+    except Exception as error:
+        handler.record_exception(error)
+        raise
+    return answer
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     options = _parse(arguments)
@@ -398,11 +423,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("minillama").setLevel(level)
     try:
-        answer = options.run(options)
+        answer = options.run(options) if not launch.by_torchrun() else _recorded(options)
         if answer:
             print(answer, flush=True)
+    except OtherRankError as error:  # that one says it
+        return error.exit_status
     except MinillamaError as error:
-        print(f"minillama: {error}", file=sys.stderr)
+        print(f"minillama: {error}", file=sys.stderr, flush=True)
         return error.exit_status
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])

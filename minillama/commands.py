@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from minillama import launch
 from minillama.config import FilesSource, RunConfig
 from minillama.data.prepare import damaged_files, prepare
 from minillama.data.shards import Tokens, TokenShards
@@ -38,11 +39,15 @@ def train_run(config: RunConfig, resume: bool, overwrite: bool, *, progress: boo
     """Train, and say how it went, where it is and what to do with it."""
     summary = train(config, resume=resume, overwrite=overwrite, progress=progress)
     if summary["fate"] == "diverged":
-        raise DivergedError(
-            f"training diverged: the final validation loss, {summary['val_loss']:.4f}, is no "
-            f"better than at init, {summary['init_val_loss']:.4f}; {remedies(config)}. "
-            f"The run is in {config.out_dir}"
+        raise launch.alike(
+            DivergedError(
+                f"training diverged: the final validation loss, {summary['val_loss']:.4f}, is no "
+                f"better than at init, {summary['init_val_loss']:.4f}; {remedies(config)}. "
+                f"The run is in {config.out_dir}"
+            )
         )
+    if launch.rank():
+        return ""  # the main process tells
     lines = []
     if summary["sample"]:
         lines += ["", summary["sample"], ""]

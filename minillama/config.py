@@ -339,6 +339,11 @@ class TrainConfig(Section):
         description="activation checkpointing: keep each block's input alone and run it anew in "
         "the backward pass; less memory, about a third more time",
     )
+    parallel: Literal["none", "ddp", "fsdp"] = Field(
+        "none",
+        description="how the processes that torchrun starts share the work: ddp: each has the "
+        "model whole and a part of the batch; fsdp: each has a part of the model as well",
+    )
     eval_every: NonNegative = Field(
         100, description="steps between validations; 0: at both ends only"
     )

@@ -8,6 +8,8 @@
     ├── TokenizerError                  2    the vocabulary and the text do not fit
     ├── CheckpointError                 1    a checkpoint is damaged or does not match
     ├── RunFolderError                  1    the run folder cannot be written
+    ├── RankLostError                   1    a process that trains with this one is gone
+    ├── OtherRankError                  1    a process that trains with this one raised; or as that
     ├── DivergedError                   3    loss or gradient is no longer finite
     └── InterruptedRunError             130  stopped by Ctrl-C or SIGTERM, after a clean save
 
@@ -93,6 +95,23 @@ class CheckpointError(MinillamaError):
 
 class RunFolderError(MinillamaError):
     """The run folder cannot be written, or its disk is full."""
+
+
+class RankLostError(MinillamaError):
+    """A process that trains together with this one is gone, or has not answered for too long."""
+
+
+class OtherRankError(MinillamaError):
+    """A process that trains together with this one has raised an error, and tells it itself.
+
+    Args:
+        message: the other's.
+        exit_status: the other's, which is this one's too.
+    """
+
+    def __init__(self, message: str, exit_status: int = 1) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status  # type: ignore[misc]  # the one class where it varies
 
 
 class DivergedError(MinillamaError):

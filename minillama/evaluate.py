@@ -6,7 +6,7 @@ Shapes: N tokens of the text, B windows at once, T positions of a window.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ def evaluate(
     n_bytes: int | None = None,
     seq_len: int | None = None,
     batch_size: int = 16,
+    part: tuple[int, int] = (0, 1),
+    add: Callable[[float], float] = float,
 ) -> dict[str, Any]:
     """Measure how well ``model`` predicts ``tokens``, each but the first exactly once.
 
@@ -40,6 +42,9 @@ def evaluate(
         n_bytes: UTF-8 bytes of the text that the ids stand for.
         seq_len: positions in a window; default: the model's ``max_seq_len``.
         batch_size: windows read at once.
+        part: ``(k, n)``: read only every n-th batch from the k-th on, one of n processes that do
+            this together; each makes as many forward passes, the last of them perhaps of nothing.
+        add: called with the sum of each batch, in nats; returns that over all processes.
 
     Returns:
         ``loss`` (nats per token), ``perplexity`` (its exponential), ``bits_per_byte`` (None without
@@ -70,9 +75,9 @@ def evaluate(
     vocab_size = model.embed.num_embeddings
     device = model.embed.weight.device
     total = 0.0
-    for inputs_BT, targets_BT in _windows(ids_N, seq_len, batch_size, vocab_size):
+    for inputs_BT, targets_BT in _windows(ids_N, seq_len, batch_size, vocab_size, part):
         sums = model.loss_sums(inputs_BT.to(device), targets_BT.to(device))
-        total += float(sums.cross_entropy)
+        total += add(float(sums.cross_entropy))
     loss = total / (len(ids_N) - 1)
     return {
         "loss": loss,
@@ -83,11 +88,21 @@ def evaluate(
 
 
 def _windows(
-    ids_N: Tokens, seq_len: int, batch_size: int, vocab_size: int
+    ids_N: Tokens,
+    seq_len: int,
+    batch_size: int,
+    vocab_size: int,
+    part: tuple[int, int],
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (inputs, targets), (B, T) each, that predict every id but the first once."""
+    """Yield (inputs, targets), (B, T) each; all parts predict every id but the first once."""
     span = seq_len * batch_size
-    for start in range(0, len(ids_N) - 1, span):
+    index, n_parts = part
+    for round_start in range(0, len(ids_N) - 1, span * n_parts):
+        start = round_start + span * index
+        if start >= len(ids_N) - 1:
+            nothing = torch.zeros(1, seq_len, dtype=torch.int64)
+            yield nothing, torch.full_like(nothing, IGNORED)
+            continue
         ids = torch.from_numpy(ids_N[start : start + span + 1].astype(np.int64))
         if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
             raise DataError(

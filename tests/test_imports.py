@@ -13,7 +13,7 @@ PACKAGE = Path(minillama.__file__).parent
 
 LAYERS = [
     ("errors",),
-    ("registry", "cache", "checkpoint_folders"),
+    ("registry", "cache", "checkpoint_folders", "launch"),
     ("reading", "plugins"),
     ("fields",),
     ("norm_config",),

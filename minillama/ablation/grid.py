@@ -147,7 +147,9 @@ def _cells_of(arm: str, run: RunConfig, config: AblationConfig, root: Path) -> I
 
 def _checked(raw: Mapping[str, Any], where: str) -> tuple[RunConfig | None, list[Fault]]:
     try:
-        return parse_run(raw, where), []
+        run = parse_run(raw, where)
+        parallel, rule = run.train.parallel, "a cell is trained by one process; leave it out"
+        return run, [] if parallel == "none" else [Fault("train.parallel", parallel, rule)]
     except ConfigError as error:
         return None, list(error.faults) or [Fault("", None, str(error))]
 

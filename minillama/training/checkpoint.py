@@ -1,9 +1,10 @@
 """A checkpoint: a folder that is written whole or not at all, and read back or refused by name.
 
-    step-000100/ model.safetensors    the weights, and the checksums of all four
+    step-000100/ model.safetensors    the weights, and the checksums of all
                  config.json          the resolved RunConfig
                  tokenizer.model      sentencepiece's own file; a byte tokenizer has none
                  trainer_state.pt     what a resume needs: tensors and plain data only
+                 optimizer/           under fsdp, the moments of matrices: safetensors, one a rank
 
 It needs no conversion to be used.  Neither safetensors nor torch.load notices a flipped bit, so the
 header of model.safetensors carries a SHA-256 of its own tensors and of each file beside it, and one
@@ -17,7 +18,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from minillama.checkpoint_folders import (
     CONFIG,
+    OPTIMIZER,
     TOKENIZER,
     TRAINER_STATE,
     WEIGHTS,
@@ -48,20 +50,24 @@ from minillama.training.durable import new_folder, writing
 
 def save_checkpoint(
     folder: str | Path,
-    model: Transformer,
+    model: Transformer | Mapping[str, Tensor],
     tokenizer: Tokenizer,
     config: RunConfig,
     trainer_state: Mapping[str, Any] | None = None,
+    write_shards: Callable[[Path], Mapping[str, str]] | None = None,
 ) -> None:
     """Write a new checkpoint ``folder``; a kill at any moment leaves it whole or leaves nothing.
 
     Args:
         folder: must not be there yet; its parent must.
-        model: as it was built, not compiled, so that its parameters have their own names.
+        model: as it was built, not compiled, so that its parameters have their own names; or its
+            weights by these names.
         tokenizer: its file goes along.
         config: resolved.
         trainer_state: nested dicts and lists of tensors and plain data; left out of a checkpoint
             that no training can go on from.
+        write_shards: called with the folder to write what is not in ``trainer_state`` into; returns
+            the SHA-256 of each file by its path in there.
 
     Raises:
         RunFolderError: the disk is full, not writable or not there.
@@ -71,8 +77,10 @@ def save_checkpoint(
         tokenizer.save(new / TOKENIZER)
         if trainer_state is not None:
             _torch_save(trainer_state, new / TRAINER_STATE)
-        sums = {file.name: _hash_file(file) for file in new.iterdir()}
-        weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+        sums = {file.name: hash_file(file) for file in new.iterdir()}
+        sums |= {} if write_shards is None else write_shards(new)
+        tensors = model.state_dict() if isinstance(model, Transformer) else model
+        weights = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         sums[WEIGHTS] = hash_tensors(weights)
         listed = json.dumps(sums)
         metadata = {"format": "pt", "sha256": listed, "seal": _hash_text(listed)}
@@ -88,7 +96,8 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _hash_file(file: Path) -> str:
+def hash_file(file: Path) -> str:
+    """Return the SHA-256 of what is in ``file``."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -288,7 +297,11 @@ def _read_tokenizer(folder: Path, config: RunConfig, sums: Mapping[str, str]) ->
 
 def _read_trainer_state(folder: Path) -> dict[str, Any]:
     file = folder / TRAINER_STATE
-    _check_sum(file, _read_sums(folder))
+    sums = _read_sums(folder)
+    _check_sum(file, sums)
+    for name in sums:
+        if name.startswith(f"{OPTIMIZER}/"):
+            _check_sum(folder / name, {Path(name).name: sums[name]})
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged zip or pickle can raise nearly anything
@@ -318,7 +331,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
 def _check_sum(file: Path, sums: Mapping[str, str]) -> None:
     if not file.is_file():
         raise CheckpointError(f"{file} is missing")
-    if file.name in sums and sums[file.name] != _hash_file(file):
+    if file.name in sums and sums[file.name] != hash_file(file):
         raise CheckpointError(f"{file} is damaged: its checksum does not match")
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 
-class _StopNow(BaseException):
+class StopNow(BaseException):
     """Leaves work that changes nothing and need not be waited for."""
 
 
@@ -44,7 +44,13 @@ class StopSignal:
             raise KeyboardInterrupt
         self.requested = True
         if self._breakable:
-            raise _StopNow
+            raise StopNow
+
+    def agree(self) -> None:
+        """Hear of a signal that another process got; there is none here."""
+
+    def check(self) -> None:
+        """Leave a breakable body if a signal has come; here its handler has done so already."""
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
@@ -52,7 +58,7 @@ class StopSignal:
         self._breakable = True
         try:
             yield
-        except _StopNow:
+        except StopNow:
             pass
         finally:
             self._breakable = False

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 import minillama
+from minillama import launch
 from minillama.config import RunConfig
 from minillama.training.stability import SPIKE_WINDOW, is_spike
 
@@ -147,9 +147,7 @@ def summarise(
         "threads": torch.get_num_threads(),
         "machine": f"{platform.platform()}, {os.cpu_count()} cores",
         "sample": sample,
-        "command": shlex.join(
-            ["minillama", "train", f"{out_dir}/config.yaml", f"out_dir={out_dir}-again"]
-        ),
+        "command": launch.command("train", f"{out_dir}/config.yaml", f"out_dir={out_dir}-again"),
     }
 
 

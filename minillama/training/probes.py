@@ -18,7 +18,7 @@ Shapes: B windows, T positions, R some of them, D width, H query heads, G key he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,10 +36,19 @@ Probe = dict[str, dict[str, float]]
 
 
 class StepProbe:
-    """Measures one training step: ``before_update``, the update, ``after_update``."""
+    """Measures one training step: ``before_update``, the update, ``after_update``.
 
-    def __init__(self, model: Transformer) -> None:
-        self._model = model
+    Args:
+        model: as it is trained.
+        total_norm: returns the L2 norm of tensors taken together.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        total_norm: Callable[[Iterable[Tensor]], Tensor] = nn.utils.get_total_norm,
+    ) -> None:
+        self._model, self._total_norm = model, total_norm
         self._before = {name: p.detach().clone() for name, p in model.named_parameters()}
         self._measured: dict[str, dict[str, Tensor]] = {}
 
@@ -50,7 +59,7 @@ class StepProbe:
         for name, block in _blocks(self._model):
             gradients = [p.grad for p in block.parameters() if p.grad is not None]
             count = sum(gradient.numel() for gradient in gradients)
-            norm = nn.utils.get_total_norm(gradients)
+            norm = self._total_norm(gradients)
             self._measured[name]["grad_rms"] = norm / math.sqrt(max(1, count))
 
     @torch.no_grad()
@@ -59,8 +68,8 @@ class StepProbe:
         for index, (name, block) in enumerate(_blocks(self._model)):
             before = {n: self._before[f"blocks.{index}.{n}"] for n, _ in block.named_parameters()}
             change = [p.detach() - before[n] for n, p in block.named_parameters()]
-            size = nn.utils.get_total_norm(before.values())
-            self._measured[name]["update_ratio"] = nn.utils.get_total_norm(change) / size
+            size = self._total_norm(before.values())
+            self._measured[name]["update_ratio"] = self._total_norm(change) / size
         return _numbers(self._measured)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from minillama import launch
 from minillama.checkpoint_folders import step_folders, step_of
 from minillama.config import RunConfig, to_yaml
 from minillama.errors import ConfigError, DivergedError, Fault, RunFolderError
@@ -40,6 +41,7 @@ OURS = (
     "checkpoints",
     "tensorboard/events.out.tfevents.*",
     "tensorboard",
+    ".torchrun",
 )
 """What an overwritten run loses, in this order; a folder only if nothing else is in it."""
 
@@ -60,6 +62,7 @@ MAY_CHANGE = frozenset(
         "train.compile",
         "train.on_nonfinite",
         "train.max_skips",
+        "train.parallel",
     )
 )
 """The fields that a resumed run may have otherwise than it began.
@@ -80,6 +83,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
+        self._job = path / ".torchrun"
 
     @classmethod
     @contextmanager
@@ -145,8 +149,20 @@ class RunFolder:
                 f"{error}; {safe}; make room or choose another out_dir, then go on by --resume"
             ) from error
 
+    def restarted(self) -> bool:
+        """Tell whether torchrun has started the run that is in here again, after a death.
+
+        A run of before, which this one was refused to mix with or was to replace, is another.
+        """
+        try:
+            return launch.restarts() > 0 and self._job.read_text(encoding="utf-8") == launch.job()
+        except OSError:
+            return False
+
     def begin(self, config: RunConfig) -> None:
         """Write the config and make room for checkpoints; an older summary is true no longer."""
+        if launch.by_torchrun():
+            write_whole(self._job, launch.job())
         self.summary.unlink(missing_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         write_whole(self.config, to_yaml(config))
@@ -169,6 +185,10 @@ class RunFolder:
         folders = step_folders(self.checkpoints)
         return folders[-1] if folders else None
 
+    def holds(self, step: int) -> bool:
+        """Tell whether the checkpoint of ``step`` is there."""
+        return self._step_folder(step).exists()
+
     def save(
         self, step: int, best_step: int | None, keep_last: int, write: Callable[[Path], None]
     ) -> None:
@@ -176,9 +196,8 @@ class RunFolder:
 
         The ``keep_last`` newest stay, and the best.
         """
-        folder = self._step_folder(step)
-        if not folder.exists():
-            write(folder)
+        if not self.holds(step):
+            write(self._step_folder(step))
         self.link(step, best_step)
         folders = step_folders(self.checkpoints)
         kept = {best_step, *(step_of(folder) for folder in folders[-keep_last:])}
@@ -190,7 +209,7 @@ class RunFolder:
         """Let ``last`` and ``best`` lead to the checkpoints of these steps."""
         for name, target in (("last", step), ("best", best_step)):
             link = self.checkpoints / name
-            if target is None or not self._step_folder(target).exists():
+            if target is None or not self.holds(target):
                 if link.is_symlink():
                     link.unlink()
             elif not (link.is_symlink() and link.resolve() == self._step_folder(target).resolve()):
@@ -252,10 +271,13 @@ def check_resumable(saved: RunConfig, config: RunConfig, step: int, where: Path)
     Raises:
         ConfigError: they differ in what decides the run's numbers; lists all such fields.
     """
+    # What each of several processes can hold is another number than what one can.
+    parallel = {saved.train.parallel, config.train.parallel} != {"none"}
+    may_change = MAY_CHANGE | {"train.micro_batch_size"} if parallel else MAY_CHANGE
     faults = [
         Fault(name, now, f"the run began with {before!r}")
         for name, (before, now) in differences(saved, config).items()
-        if name not in MAY_CHANGE
+        if name not in may_change
     ]
     if step > config.train.steps:
         rule = f"the run has already made {step} steps"

@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import logging
 import math
-import shlex
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from minillama import launch
 from minillama.checkpoint_folders import step_of
 from minillama.config import RunConfig, advice, resolve
 from minillama.data.batches import Batches
@@ -43,16 +45,17 @@ from minillama.training.checkpoint import (
     Resumed,
     hash_tensors,
     initialise_from,
-    load_weights,
     read_for_resume,
     save_checkpoint,
 )
-from minillama.training.device import describe_device, pick_device
+from minillama.training.device import describe_device
 from minillama.training.interrupt import StopSignal
 from minillama.training.loggers import Line, Logger, build_loggers, check_loggers, cut_metrics
-from minillama.training.optim import build_optimizer, clip_gradients
+from minillama.training.optim import build_optimizer
 from minillama.training.outcome import Progress, fate, summarise
+from minillama.training.parallel import join
 from minillama.training.probes import StepProbe
+from minillama.training.ranks import Ranks
 from minillama.training.run_folder import RunFolder, check_resumable
 from minillama.training.sampling import write_sample
 from minillama.training.schedule import learning_rate
@@ -84,43 +87,57 @@ def train(
         CheckpointError: the checkpoint to go on from is damaged.
     """
     config = resolve(config)
-    device = pick_device(config.train.device)
-    refuse_what_cannot_fit(config, device)
+    assert config.out_dir is not None
+    with join(config) as ranks, ExitStack() as stack:
+        with ranks.together():
+            trainer = _set_up(config, ranks, stack, resume=resume, overwrite=overwrite)
+        return trainer if isinstance(trainer, dict) else trainer.fit(progress)
+
+
+def _set_up(
+    config: RunConfig, ranks: Ranks, stack: ExitStack, *, resume: bool, overwrite: bool
+) -> Trainer | dict[str, Any]:
+    """Return the trainer, its run's folder claimed on ``stack``; or the summary of a run done."""
+    refuse_what_cannot_fit(config, ranks.device)
     check_loggers(config.loggers)
     for line in advice(config.model):
         _log.warning("%s: %s", config.name, line)
-    assert config.out_dir is not None
-    with RunFolder.claim(Path(config.out_dir), resume=resume, overwrite=overwrite) as folder:
-        checkpoint = folder.newest() if resume else None
-        resumed = read_for_resume(checkpoint) if checkpoint else None
-        if resumed is not None:
-            check_resumable(resumed.config, config, step_of(resumed.folder), folder.path)
-        if resume and (summary := folder.finished(config, has_checkpoint=resumed is not None)):
-            return summary
-        prepared = prepare(config)
-        torch.manual_seed(config.train.seed)  # for a user's own norm; nothing here draws from it
-        model = Transformer(config.model, seed=config.train.seed).to(device)
-        if config.init_from is not None and resumed is None:
-            new = initialise_from(model, config.init_from)
-            _log.info(
-                "%s: begins from the weights of %s; new norm parameters: %s",
-                config.name,
-                config.init_from,
-                len(new) or "none",
-            )
-        batches = Batches(
-            prepared.train, config.data.seq_len, config.train.batch_size, config.train.seed
+    folder = RunFolder(Path(str(config.out_dir)))
+    if ranks.from_main(folder.restarted()):
+        resume, overwrite = True, False
+    if ranks.is_main:
+        claim = RunFolder.claim(folder.path, resume=resume, overwrite=overwrite)
+        stack.enter_context(claim)
+    checkpoint = ranks.from_main(folder.newest() if resume else None)
+    resumed = read_for_resume(checkpoint) if checkpoint else None
+    if resumed is not None:
+        check_resumable(resumed.config, config, step_of(resumed.folder), folder.path)
+    if resume and (summary := folder.finished(config, has_checkpoint=resumed is not None)):
+        return summary
+    prepared = prepare(config)
+    torch.manual_seed(config.train.seed)  # for a user's own norm; nothing here draws from it
+    model = Transformer(config.model, seed=config.train.seed)
+    if config.init_from is not None and resumed is None:
+        new = initialise_from(model, config.init_from)
+        _log.info(
+            "%s: begins from the weights of %s; new norm parameters: %s",
+            config.name,
+            config.init_from,
+            len(new) or "none",
         )
-        trainer = Trainer(config, model, batches, prepared, folder)
-        if resumed is not None:
-            trainer.restore(resumed)
-        else:
-            if resume:
-                _log.info("%s holds no checkpoint to go on from; starting anew", folder.path)
+    batches = Batches(
+        prepared.train, config.data.seq_len, config.train.batch_size, config.train.seed
+    )
+    trainer = Trainer(config, model, batches, prepared, folder, ranks)
+    if resumed is not None:
+        trainer.restore(resumed)
+    else:
+        if resume:
+            _log.info("%s holds no checkpoint to go on from; starting anew", folder.path)
+        if ranks.is_main:
             with folder.writing():
                 folder.clear()
-        del resumed  # as large as the model and its optimizer, which have copies by now
-        return trainer.fit(progress)
+    return trainer
 
 
 class Trainer:
@@ -128,10 +145,11 @@ class Trainer:
 
     Args:
         config: resolved.
-        model: on the device that it is trained on, as it was initialised.
+        model: as it was initialised.
         batches: of the training split.
         prepared: the validation split, its counts and the tokenizer.
-        folder: claimed.
+        folder: claimed, by the main one of the ranks.
+        ranks: the processes that train together; default: this one, where the model is.
     """
 
     def __init__(
@@ -141,33 +159,34 @@ class Trainer:
         batches: Batches,
         prepared: Prepared,
         folder: RunFolder,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config, self.model, self.batches = config, model, batches
         self.prepared, self.folder = prepared, folder
-        self.device = model.embed.weight.device
+        self.ranks = ranks or Ranks(model.embed.weight.device)
+        self.device = self.ranks.device
         model.recompute = config.train.recompute
-        self.parameters = list(model.parameters())
-        self.optimizer = build_optimizer(model, config.optim)
-        scaled = config.train.dtype == "float16"
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.progress = Progress()
-        self._loss_sums = (
-            torch.compile(model.loss_sums) if config.train.compile else model.loss_sums
-        )
         self._loggers: list[Logger] = []
         self._since_logged = [0, 0.0]  # tokens, seconds
         self._ticked = time.perf_counter()
         norms = {n: p for n, p in model.named_parameters() if is_norm_parameter(n)}
         matrices = {n: p for n, p in model.named_parameters() if n not in norms and p.ndim > 1}
         self.facts = {
-            "n_params": sum(p.numel() for p in self.parameters),
+            "n_params": sum(p.numel() for p in model.parameters()),
             "n_norm_params": sum(p.numel() for p in norms.values()),
             "unigram_entropy": prepared.meta.unigram_entropy,
             "n_val_tokens": prepared.meta.n_val_tokens,
             "weights_hash": hash_tensors(matrices),
             "data_hash": batches.hash,
             "device": describe_device(self.device),
+            "processes": self.ranks.world_size,
         }
+        self._loss_sums = self.ranks.wrap(model, config.train.compile)
+        self.parameters = list(model.parameters())
+        self.optimizer = build_optimizer(model, config.optim)
+        scaled = config.train.dtype == "float16"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
 
     # ------------------------------------------------------------------------------------ the loop
 
@@ -181,13 +200,14 @@ class Trainer:
             )
         )
         with ExitStack() as stack:
-            with self.folder.writing():
-                self._ticked = time.perf_counter()
-                self.folder.begin(config)
-                self._loggers = build_loggers(config.loggers, self.folder.path, progress.step)
+            self._ticked = time.perf_counter()
+            with self.ranks.together():
+                self._begin()
             stack.callback(self._close_loggers)
-            stop = stack.enter_context(StopSignal())
-            bar = stack.enter_context(progress_bar(config, progress.step, show))
+            stop = stack.enter_context(self.ranks.stop_signal())
+            bar = stack.enter_context(
+                progress_bar(config, progress.step, show and self.ranks.is_main)
+            )
             self._after_update(stop)
             while progress.step < config.train.steps:
                 line = self._train_step()
@@ -196,6 +216,13 @@ class Trainer:
                     bar.update()
                 self._after_update(stop)
         return self._finish()
+
+    def _begin(self) -> None:
+        if self.ranks.is_main:
+            with self.folder.writing():
+                self.folder.begin(self.config)
+                loggers = build_loggers(self.config.loggers, self.folder.path, self.progress.step)
+                self._loggers = loggers
 
     def _train_step(self) -> Line:
         """Make one update, or skip it, and log it.
@@ -207,24 +234,25 @@ class Trainer:
         started = time.perf_counter()
         config, progress = self.config, self.progress
         step = progress.step + 1
-        inputs_BT, targets_BT = self.batches.batch_at(progress.step)
+        inputs_BT, targets_BT = self.ranks.batch(self.batches, progress.step)
         check_ids(self.prepared.folder, config.model.vocab_size, inputs_BT, targets_BT)
-        count = int((targets_BT != IGNORED).sum())
+        count = int(self.ranks.sum(int((targets_BT != IGNORED).sum())))
         probing = config.train.probe_every and step % config.train.probe_every == 0
-        probe = StepProbe(self.model) if probing else None
+        probe = StepProbe(self.model, self.ranks.norm) if probing and self.ranks.probes() else None
 
         loss = self._accumulate(inputs_BT, targets_BT, count)
         if probe is not None:
             with self._autocast():
                 probe.before_update(inputs_BT.to(self.device))
-        norm = clip_gradients(self.parameters, config.optim.grad_clip)
+        norm = self.ranks.clip(self.parameters, config.optim.grad_clip)
         lr = learning_rate(step, config.optim, config.train.steps)
         what = verdict(config.train, loss, norm, progress.skipped_in_a_row)
-        if what == "skip" and config.train.on_nonfinite != "run_on" and lost_weight(self.model):
+        if what == "skip" and config.train.on_nonfinite != "run_on" and self._lost_weight():
             what = "stop"  # no later batch can bring the weights back
         if what == "make":
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
+            self.ranks.before_update()
             self.scaler.step(self.optimizer)
         self.scaler.update()
         spike = what != "stop" and progress.stepped(loss, count, skipped=what == "skip")
@@ -259,18 +287,19 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.device)
         size = self.config.train.micro_batch_size or len(inputs_BT)
-        for inputs, targets in zip(
-            torch.split(inputs_BT, size), torch.split(targets_BT, size), strict=True
-        ):
-            with self._autocast():
-                sums = self._loss_sums(
-                    inputs.to(self.device), targets.to(self.device), self.config.optim.z_loss
-                )
-            torch.autograd.backward(self.scaler.scale(sums.objective / count))
+        parts = list(zip(torch.split(inputs_BT, size), torch.split(targets_BT, size), strict=True))
+        for number, (inputs, targets) in enumerate(parts, start=1):
+            with self.ranks.micro_batch(last=number == len(parts)):
+                with self._autocast():
+                    sums = self._loss_sums(
+                        inputs.to(self.device), targets.to(self.device), self.config.optim.z_loss
+                    )
+                torch.autograd.backward(self.scaler.scale(sums.objective / count))
             total += sums.cross_entropy.detach()
+        self.ranks.gather_gradients()
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        return (total / count).item()
+        return self.ranks.sum((total / count).item())
 
     def _after_update(self, stop: StopSignal) -> None:
         """Validate and save if it is time to; leave if a signal has come."""
@@ -278,25 +307,31 @@ class Trainer:
         at_end = step in (0, train.steps)
         due = at_end or (train.eval_every and step % train.eval_every == 0)
         best = False
+        stop.agree()
         if due and self.progress.evaluated_step != step and not stop.requested:
             with stop.breakable():
-                best = self._validate()
+                best = self._validate(stop)
         save_due = step == train.steps or (train.save_every and step % train.save_every == 0)
         if stop.requested or best or (step and save_due):
             self._save()
         if stop.requested:
             self._tick()
-            with self.folder.writing():
-                self.folder.write_summary(self._summary(None))
-            command = ["minillama", "train", str(self.folder.config), "--resume"]
-            raise InterruptedRunError(
-                f"stopped after step {step} of {train.steps} and saved; "
-                f"go on with: {shlex.join(command)}"
+            self._write_summary(self._summary(None))
+            raise launch.alike(
+                InterruptedRunError(
+                    f"stopped after step {step} of {train.steps} and saved; go on with: "
+                    + launch.command("train", str(self.folder.config), "--resume")
+                )
             )
 
-    def _validate(self) -> bool:
+    def _validate(self, stop: StopSignal) -> bool:
         """Measure the whole validation split and log it; tell whether it is the best so far."""
         meta = self.prepared.meta
+
+        def add(loss: float) -> float:
+            stop.check()
+            return self.ranks.sum(loss)
+
         with self._autocast():
             result = evaluate(
                 self.model,
@@ -304,6 +339,8 @@ class Trainer:
                 n_bytes=meta.n_val_bytes,
                 seq_len=self.config.data.seq_len,
                 batch_size=self.config.train.micro_batch_size or self.config.train.batch_size,
+                part=(self.ranks.rank, self.ranks.world_size),
+                add=add,
             )
         best = self.progress.validated(result)
         self._write(
@@ -323,43 +360,53 @@ class Trainer:
         assert progress.init_val_loss is not None
         self._tick()
         sample = None
-        if prompt is not None:
+        if prompt is not None and (model := self.ranks.sampler(self.model)) is not None:
             with self._autocast():
-                tokenizer, seed = self.prepared.tokenizer, self.config.train.seed
-                sample = write_sample(self.model, tokenizer, prompt, seed)
+                sample = write_sample(
+                    model, self.prepared.tokenizer, prompt, self.config.train.seed
+                )
         start = progress.init_val_loss
         if self.config.init_from is not None:  # it began trained: no better is not diverged
             start = max(start, math.log(self.config.model.vocab_size))
         judged = fate(progress.val_loss, start, self.prepared.meta.unigram_entropy)
         summary = self._summary(judged, sample)
-        with self.folder.writing():
-            self.folder.write_summary(summary)
+        self._write_summary(summary)
         return summary
 
     # --------------------------------------------------------------------------- save and go on
 
     def _save(self) -> None:
         """Write a checkpoint of this step, or only set the links if it is there."""
-        if lost := lost_weight(self.model):
-            self._diverged(f"{lost} is not finite after step {self.progress.step}")
+        ranks, progress = self.ranks, self.progress
+        if lost := self._lost_weight():
+            self._diverged(f"{lost} is not finite after step {progress.step}")
         self._tick()
-        with self.folder.writing():
-            for logger in self._loggers:
-                logger.sync()
-            self.folder.save(
-                self.progress.step,
-                self.progress.best_step,
-                self.config.train.keep_last,
-                lambda path: save_checkpoint(
-                    path, self.model, self.prepared.tokenizer, self.config, self._state()
-                ),
-            )
+        write_shards = partial(ranks.write_shards, self.optimizer)
+        with ranks.together():
+            new = ranks.from_main(not self.folder.holds(progress.step))
+            weights = ranks.weights(self.model) if new else {}
+            if not ranks.is_main:
+                if new:
+                    write_shards(None)
+                return
+            tokenizer, state = self.prepared.tokenizer, self._state()
+            with self.folder.writing():
+                for logger in self._loggers:
+                    logger.sync()
+                self.folder.save(
+                    progress.step,
+                    progress.best_step,
+                    self.config.train.keep_last,
+                    lambda path: save_checkpoint(
+                        path, weights, tokenizer, self.config, state, write_shards
+                    ),
+                )
 
     def _state(self) -> dict[str, Any]:
         cuda = self.device.type == "cuda"
         return {
             "progress": asdict(self.progress),
-            "optimizer": self.optimizer.state_dict()["state"],
+            **self.ranks.optimizer_state(self.optimizer),
             "scaler": self.scaler.state_dict(),
             "data_sha256": self.prepared.meta.data_sha256,
             "rng": torch.get_rng_state(),
@@ -379,18 +426,18 @@ class Trainer:
                 f"{self.folder.path} cannot be resumed: data.source no longer gives the text that "
                 "the run began with; restore it, or start anew with --overwrite"
             )
-        load_weights(self.model, resumed.weights, resumed.folder)
-        groups = self.optimizer.state_dict()["param_groups"]  # the config's, not those saved
-        self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        self.ranks.load_weights(self.model, resumed.weights, resumed.folder)
+        self.ranks.load_optimizer(self.optimizer, state, resumed.folder)
         if state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
         self.progress = progress = Progress(**state["progress"])
-        with self.folder.writing():
-            self.folder.link(progress.step, progress.best_step)
-            cut_metrics(self.folder.metrics, self._happened)
+        if self.ranks.is_main:
+            with self.folder.writing():
+                self.folder.link(progress.step, progress.best_step)
+                cut_metrics(self.folder.metrics, self._happened)
         _log.info("%s: going on after step %d", self.folder.path, progress.step)
 
     def _happened(self, line: Line) -> bool:
@@ -400,10 +447,16 @@ class Trainer:
 
     # -------------------------------------------------------------------------------- small things
 
+    def _lost_weight(self) -> str | None:
+        """Name a parameter that is not finite any more, on whichever rank."""
+        if self.ranks.finite(self.parameters):
+            return None
+        return (lost_weight(self.model) if self.ranks.world_size == 1 else None) or "a weight"
+
     def _diverged_at(self, step: int, loss: float) -> NoReturn:
         what = "gradient norm" if math.isfinite(loss) else "loss"
         why = f"the {what} of step {step} is not finite, so it was not made"
-        if lost := lost_weight(self.model):
+        if lost := self._lost_weight():
             why += f"; nor is {lost}"
         elif self.progress.skipped_in_a_row:
             why += f", nor were the {self.progress.skipped_in_a_row} before it (train.max_skips)"
@@ -411,15 +464,21 @@ class Trainer:
 
     def _diverged(self, what: str) -> NoReturn:
         self._tick()
-        with self.folder.writing():
-            self.folder.write_summary(self._summary("diverged"))
-        raise DivergedError(
-            f"training diverged: {what}; last good checkpoint: "
-            f"{self.folder.newest() or 'none yet'}; {remedies(self.config)}"
+        self._write_summary(self._summary("diverged"))
+        raise launch.alike(
+            DivergedError(
+                f"training diverged: {what}; last good checkpoint: "
+                f"{self.folder.newest() or 'none yet'}; {remedies(self.config)}"
+            )
         )
 
     def _summary(self, judged: Any, sample: str | None = None) -> dict[str, Any]:
         return summarise(self.config, self.progress, self.facts, fate=judged, sample=sample)
+
+    def _write_summary(self, summary: Mapping[str, Any]) -> None:
+        if self.ranks.is_main:
+            with self.folder.writing():
+                self.folder.write_summary(summary)
 
     def _write(self, line: Line) -> None:
         with self.folder.writing():

@@ -136,3 +136,11 @@ def test_a_base_that_skips_goes_on_skipping_and_else_the_runner_says_when_to_sto
     assert (rule(), rule(runner=never)) == ("stop", "run_on")
     skips = {"train.on_nonfinite": "skip"}
     assert rule(overrides=skips) == rule(overrides=skips, runner=never) == "skip"
+
+
+def test_cells_of_several_processes_are_refused_once() -> None:
+    config = ablation(overrides={"train.parallel": "ddp"})
+    with pytest.raises(ConfigError) as caught:
+        cells(config)
+    said = "base: train.parallel = 'ddp': a cell is trained by one process; leave it out"
+    assert str(caught.value) == f"ablation test: {said}"
