@@ -35,8 +35,8 @@ def refuse_what_cannot_fit(config: RunConfig, device: torch.device) -> None:
             f"{_gib(n_layers * BLOCK_OBJECTS)} of memory, and {device.type} has {_gib(limit)}; "
             "lower it"
         )
-    memory = estimate_memory(config)
     on_cpu = device.type == "cpu"
+    memory = estimate_memory(config, on_cpu=on_cpu)
     needed = memory.peak_on_cpu + PROCESS if on_cpu else memory.peak
     sure = SURE * memory.peak
     if config.train.compile:  # which keeps less, by an amount that only the compiler knows
@@ -70,7 +70,7 @@ def _what_to_lower(config: RunConfig, memory: Memory, limit: int) -> str:
         else f"data.seq_len (now {config.data.seq_len})"
     )
     causes = [
-        (memory.activations + memory.logits + memory.copies, per_pass),
+        (memory.activations + memory.loss + memory.copies, per_pass),
         (
             memory.weights + memory.gradients + memory.optimizer,
             "model.dim, model.n_layers or model.vocab_size",

@@ -3,9 +3,10 @@
     weights     4 bytes a parameter: float32, also under bfloat16 autocast
     gradients   4 bytes a parameter
     optimizer   8 bytes a parameter: AdamW's two means (optim.py)
-    copies      2 bytes a matrix's parameter: what bfloat16 autocast casts and backward reads again
+    copies      of weights that backward reads again: what autocast casts, 2 bytes a parameter, and
+                what is put side by side for one product (model/projection.py)
     activations what the forward pass keeps for the backward pass, :func:`activations_per_token`
-    logits      what the loss takes at its peak, :func:`logits_bytes`
+    loss        what the loss takes at its peak, :func:`loss_bytes`
     gathered    FSDP alone: the layers that are whole at a time
     buckets     DDP alone: the gradients once more, as they are sent
     other       the batch, the table of rotations, weights a probe remembers, Python's own objects
@@ -15,16 +16,19 @@ Backward makes gradients as it lets activations go, so the peak in use is less t
 of one rank.  Not in it: the token files, whose pages the system takes back when it needs them, and
 what the process takes before it trains (:data:`PROCESS`).
 
-:func:`activations_per_token` and :func:`logits_bytes` say what the code of model/ keeps, tensor by
-tensor; a test compares them with what autograd saves.  They change where that code does.
+:func:`activations_per_token`, :func:`copies_bytes` and :func:`loss_bytes` say what the code of
+model/ keeps, tensor by tensor; a test compares them with what autograd saves.  They change where it
+does.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
-from minillama.config import ModelConfig, RunConfig
+from minillama.config import ModelConfig, RunConfig, TrainConfig
+from minillama.model.kernels.cross_entropy import CHUNK_NUMBERS, CHUNK_ROWS
 from minillama.plan.parameters import Layout, block_matrices, count_parameters
 
 Parallel = Literal["none", "ddp", "fsdp"]
@@ -59,7 +63,7 @@ class Memory:
     optimizer: int
     copies: int
     activations: int
-    logits: int
+    loss: int
     gathered: int
     buckets: int
     other: int
@@ -76,7 +80,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """The most that is in use at once, in one pass forward and backward."""
-        passing = self.activations + self.logits + self.copies
+        passing = self.activations + self.loss + self.copies
         # At the end of backward a tied embedding's gradient is a sum of two.
         gradients = self.gradients + self.embedding_gradients
         both = passing + self.gradients if self.accumulates else passing
@@ -92,54 +96,96 @@ class Memory:
         decides.
         """
         held_back = HELD_BACK[self.accumulates] * self.activations
-        passing = self.activations + self.logits + self.copies
+        passing = self.activations + self.loss + self.copies
         return self.state + self.gathered + self.gradients + passing + round(held_back) + BUFFERS
 
 
-def activations_per_token(config: ModelConfig, *, autocast: bool = False) -> dict[str, int]:
+@dataclass(frozen=True)
+class Execution:
+    """How the model runs: which of its code's ways it goes."""
+
+    autocast: bool = False
+    """Matrix products are in bfloat16; the residual stream stays float32."""
+    kernels: bool = False
+    """By the C kernels, which are for float32 on a CPU."""
+    compiled: bool = False
+    """By torch.compile, for which the loss is written with all logits at once."""
+
+    @classmethod
+    def of(cls, train: TrainConfig, *, on_cpu: bool) -> Execution:
+        """Return how a run goes on a CPU, or on another device."""
+        autocast = train.dtype == "bfloat16"
+        forbidden = os.environ.get("MINILLAMA_KERNELS") == "0"
+        kernels = on_cpu and not (autocast or train.compile or forbidden)
+        return cls(autocast, kernels, train.compile)
+
+    @property
+    def product(self) -> int:
+        """Bytes of a number that a matrix product gives."""
+        return BFLOAT16 if self.autocast else FLOAT32
+
+
+def activations_per_token(config: ModelConfig, how: Execution) -> dict[str, int]:
     """Return the bytes a token that forward keeps for backward, by what keeps them.
 
     Args:
         config: resolved.
-        autocast: matrix products run in bfloat16, the residual stream stays float32.
+        how: it runs.
     """
-    layout, dim = Layout.of(config), config.dim
+    layout, dim, product = Layout.of(config), config.dim, how.product
     n_layers, size = config.n_layers, config.head_dim
     q_dim, kv_dim = config.n_heads * size, config.n_kv_heads * size
     keeps = NORM_KEEPS.get(config.norm.kind, _UNKNOWN_NORM_KEEPS)
     if config.norm.kind == "rmsnorm" and config.norm.options["partial"] < 1:
         keeps += 1  # the kernel takes no part of a row
-    product = BFLOAT16 if autocast else FLOAT32
-    # Autocast casts the input of each projection on its own; in float32 they share one tensor.
-    inputs = (3 + 2) * dim * BFLOAT16 if autocast else 2 * dim * FLOAT32
     norms = 0
     for site, count in layout.norms.items():
         if site.rms or config.norm.kind != "none":
             own = product if site.of_product else FLOAT32
             own += 0 if site.rms else keeps * FLOAT32
             norms += count * site.heads * (site.width * own + FLOAT32)
-    repeated = config.n_heads > config.n_kv_heads  # keys and values are repeated for each query
-    v_kept = q_dim if repeated else kv_dim
+    together = q_dim + 2 * kv_dim  # queries, keys and values come from one product
+    if how.kernels:  # which turn, share and weigh them on the way, and lay heads side by side
+        heads, attended, mlp = together, q_dim, 3 * config.ffn_dim
+    else:
+        repeated = config.n_heads > config.n_kv_heads  # keys and values, for each query
+        heads = 3 * q_dim if repeated else 2 * q_dim + together
+        attended, mlp = 2 * q_dim, 4 * config.ffn_dim
     return {
         "norms": norms,
-        "inputs of projections": n_layers * inputs,
-        "queries, keys, values": n_layers * (q_dim + 2 * v_kept) * product,
-        # its output as the kernel made it, and as o_proj reads it: heads side by side
-        "attention": n_layers * (2 * q_dim * product + config.n_heads * FLOAT32),
-        "mlp": n_layers * 4 * config.ffn_dim * product,
+        "inputs of projections": n_layers * 2 * dim * product,
+        "queries, keys, values": n_layers * heads * product,
+        "attention": n_layers * (attended * product + config.n_heads * FLOAT32),
+        "mlp": n_layers * mlp * product,
         "gates": layout.gates * 2 * dim * product,
         "head": dim * (product + FLOAT32 * (config.embed_scale == "learned")),
     }
 
 
-def logits_bytes(config: ModelConfig, n_tokens: int, *, z_loss: bool = False) -> int:
-    """Return the bytes that the loss of ``n_tokens`` takes at its peak, early in backward.
+def copies_bytes(config: ModelConfig, how: Execution) -> int:
+    """Return the bytes of copies of weights that the backward pass reads."""
+    attention, mlp = block_matrices(config)
+    if how.autocast:
+        return BFLOAT16 * (config.n_layers * (attention + mlp) + config.vocab_size * config.dim)
+    # q, k and v in one matrix, gate and up in another; o_proj and down_proj are read as they are
+    kept_apart = config.n_heads * config.head_dim * config.dim + config.ffn_dim * config.dim
+    return FLOAT32 * config.n_layers * (attention + mlp - kept_apart)
 
-    The logarithm of the softmax, its gradient and that of the logits, all float32; a soft cap keeps
-    its tanh, the z-loss the logits themselves.
+
+def loss_bytes(config: ModelConfig, n_tokens: int, how: Execution, *, z_loss: bool) -> int:
+    """Return the bytes that the loss of ``n_tokens`` takes at its peak.
+
+    In chunks (model/kernels/cross_entropy.py) these are a chunk's logits, and the gradients for the
+    head, made ahead and once more as it is scaled, and for what the head reads.  With all logits at
+    once: the logarithm of the softmax, its gradient and that of the logits, all float32; a soft cap
+    keeps its tanh, the z-loss the logits themselves.
     """
-    tensors = 3 + (config.logit_softcap > 0) + z_loss
-    return tensors * config.vocab_size * n_tokens * FLOAT32
+    more = (config.logit_softcap > 0) + z_loss
+    if how.compiled:
+        return (3 + more) * config.vocab_size * n_tokens * FLOAT32
+    rows = min(n_tokens, max(CHUNK_ROWS, CHUNK_NUMBERS // config.vocab_size))
+    head = 2 * config.vocab_size * config.dim
+    return FLOAT32 * ((1 + more) * rows * config.vocab_size + head + n_tokens * config.dim)
 
 
 def micro_batch(config: RunConfig, n_ranks: int = 1) -> int:
@@ -148,28 +194,27 @@ def micro_batch(config: RunConfig, n_ranks: int = 1) -> int:
     return min(share, config.train.micro_batch_size or share)
 
 
-def estimate_memory(config: RunConfig, parallel: Parallel = "none", n_ranks: int = 1) -> Memory:
+def estimate_memory(
+    config: RunConfig, parallel: Parallel = "none", n_ranks: int = 1, *, on_cpu: bool
+) -> Memory:
     """Estimate what one of ``n_ranks`` needs to train ``config`` (resolved).
 
     Raises:
         UnknownNameError: the norm or the placement is not registered.
     """
     model, train, seq_len = config.model, config.train, config.data.seq_len
-    autocast = train.dtype == "bfloat16"
+    how = Execution.of(train, on_cpu=on_cpu)
     count = count_parameters(model)
     rows = micro_batch(config, n_ranks)
     n_tokens = rows * seq_len
     shards = n_ranks if parallel == "fsdp" else 1
     share = -(-count.total // shards)
-    matrices = count.total - count.norms - count.other
-    matrices -= 0 if model.tie_embeddings else count.embedding  # looked up, not multiplied
     gathered = 0
     if parallel == "fsdp":
-        width = BFLOAT16 if autocast else FLOAT32
         root = count.embedding + count.head
         # Whole at a time: embedding and head, the block that runs and the one fetched ahead, and
         # the gradient of the block that was left last.
-        gathered = (root + 3 * sum(block_matrices(model))) * width
+        gathered = (root + 3 * sum(block_matrices(model))) * how.product
     # int64 inputs and targets, and the copies on the way to them
     batch = 5 * train.batch_size * (seq_len + 1) * INT64
     rotations = 3 * model.max_seq_len * model.head_dim * FLOAT32
@@ -178,9 +223,9 @@ def estimate_memory(config: RunConfig, parallel: Parallel = "none", n_ranks: int
         weights=FLOAT32 * share,
         gradients=FLOAT32 * share,
         optimizer=2 * FLOAT32 * share,
-        copies=BFLOAT16 * matrices if autocast and parallel != "fsdp" else 0,
-        activations=n_tokens * sum(activations_per_token(model, autocast=autocast).values()),
-        logits=logits_bytes(model, n_tokens, z_loss=config.optim.z_loss > 0),
+        copies=0 if parallel == "fsdp" and how.autocast else copies_bytes(model, how),
+        activations=n_tokens * sum(activations_per_token(model, how).values()),
+        loss=loss_bytes(model, n_tokens, how, z_loss=config.optim.z_loss > 0),
         gathered=gathered,
         buckets=FLOAT32 * count.total if parallel == "ddp" else 0,
         other=batch + rotations + probe + BLOCK_OBJECTS * model.n_layers,

@@ -101,8 +101,8 @@ def _device(config: RunConfig, name: str | None) -> Device:
 
 def _mode(config: RunConfig, mode: Parallel, n_gpus: int, device: Device) -> dict[str, Any]:
     n_ranks = 1 if mode == "none" else n_gpus
-    memory = estimate_memory(config, mode, n_ranks)
     on_cpu = device.name == "cpu"
+    memory = estimate_memory(config, mode, n_ranks, on_cpu=on_cpu)
     peak = memory.peak_on_cpu + PROCESS if on_cpu else memory.peak + CUDA_CONTEXT
     there = n_ranks * peak if on_cpu else peak  # the ranks of a CPU share its memory
     return {

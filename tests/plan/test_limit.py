@@ -31,12 +31,12 @@ def test_what_does_not_fit_is_refused_with_the_estimate_and_what_fits_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = run_config(**{"model.dim": 512, "model.n_layers": 8, "train.batch_size": 64})
-    memory = estimate_memory(config)
+    memory = estimate_memory(config, on_cpu=True)
     give(monkeypatch, 0.7 * memory.peak)
     with pytest.raises(ConfigError) as caught:
         refuse_what_cannot_fit(config, CPU)
     said = str(caught.value)
-    for part in ("weights 0.09 GiB", "gradients 0.09", "optimizer 0.19", "activations ", "logits "):
+    for part in ("weights 0.09 GiB", "gradients 0.09", "optimizer 0.19", "activations ", "loss "):
         assert part in said
     assert f"about {(memory.peak_on_cpu + PROCESS) / GIB:.2f} GiB" in said
     assert f"cpu has {0.7 * memory.peak / GIB:.2f} GiB" in said

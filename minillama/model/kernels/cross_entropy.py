@@ -25,8 +25,8 @@ from minillama.model.kernels.linear import product
 IGNORED = -100
 """A target that does not count."""
 
-_CHUNK_NUMBERS = 1 << 19  # logits in a chunk: about what a core's cache holds …
-_CHUNK_ROWS = 256  # … but no fewer rows, since each chunk reads all of W
+CHUNK_NUMBERS = 1 << 19  # logits in a chunk: about what a core's cache holds …
+CHUNK_ROWS = 256  # … but no fewer rows, since each chunk reads all of W
 
 
 class Options(NamedTuple):
@@ -146,7 +146,7 @@ def _in_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Return both sums; where a gradient is wanted, fill it in."""
     n_tokens, (n_vocab, _) = len(x_ND), weight_VD.shape
-    rows = max(1, _CHUNK_ROWS, _CHUNK_NUMBERS // n_vocab)
+    rows = max(1, CHUNK_ROWS, CHUNK_NUMBERS // n_vocab)
     with_gradient = grad_x is not None or grad_weight is not None
     losses, squares = [], []
     if grad_weight is not None and n_tokens == 0:
