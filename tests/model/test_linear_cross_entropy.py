@@ -222,7 +222,7 @@ def test_what_is_not_a_number_gives_what_torch_gives(
 def test_large_logits_do_not_overflow(kernels: str, dtype: torch.dtype, size: float) -> None:
     logits = (size * tensor(9, 40)).to(dtype)
     targets = draw_targets(9, 40)
-    learning = logits.double().requires_grad_()
+    learning = logits.double().clone().requires_grad_()
     want = F.cross_entropy(learning, targets, reduction="none")
     want.sum().backward()
     loss, _ = _loss_and_gradient_(logits, targets, 0.0, True)
