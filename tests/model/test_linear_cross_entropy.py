@@ -24,8 +24,8 @@ MODULE = sys.modules["minillama.model.kernels.cross_entropy"]
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of three rows, so that a few rows are several."""
-    monkeypatch.setattr(MODULE, "_CHUNK_NUMBERS", 1)
-    monkeypatch.setattr(MODULE, "_CHUNK_ROWS", 3)
+    monkeypatch.setattr(MODULE, "CHUNK_NUMBERS", 1)
+    monkeypatch.setattr(MODULE, "CHUNK_ROWS", 3)
 
 
 def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -115,8 +115,8 @@ def test_any_shape_and_strides(
     if not strided:
         x, weight, targets = x.contiguous(), weight.contiguous(), targets.contiguous()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MODULE, "_CHUNK_NUMBERS", 1)
-        patch.setattr(MODULE, "_CHUNK_ROWS", 3)
+        patch.setattr(MODULE, "CHUNK_NUMBERS", 1)
+        patch.setattr(MODULE, "CHUNK_ROWS", 3)
         ours = with_gradients(linear_cross_entropy, x, weight, targets, options)
     torch.testing.assert_close(ours, with_gradients(exact, x, weight, targets, options))
 
