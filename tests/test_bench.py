@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minillama import bench
-from minillama.bench import norms, timing
+from minillama.bench import ablation, norms, timing
 from minillama.errors import ConfigError, RunFolderError
 
 
@@ -82,3 +82,31 @@ def test_run_prints_a_table_and_writes_json(
 def test_faulty_arguments_are_refused(what: str, threads: int | None) -> None:
     with pytest.raises(ConfigError):
         bench.run(what, None, threads)
+
+
+def test_the_ablation_runs_the_same_cells_on_one_worker_and_on_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINILLAMA_CACHE", str(tmp_path / "mine"))
+    (tmp_path / "text.txt").write_text("A bench is a long seat for several at once. " * 40)
+    source = {"kind": "files", "files": [str(tmp_path / "text.txt")]}
+    base = {
+        "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "ffn_dim": 16},
+        "tokenizer": {"kind": "byte"},
+        "data": {"source": source, "seq_len": 16, "val_fraction": 0.1},
+        "train": {"steps": 3, "batch_size": 2, "eval_every": 0, "device": "cpu"},
+    }
+    result = ablation.bench(threads=(1, 2), rounds=1, base=base)
+    assert json.loads(json.dumps(result)) == result
+    assert [(row["workers"], row["threads"]) for row in result["rows"]] == [(1, 2), (2, 1)]
+    one, two = result["rows"]
+    assert one["ratio"]["median"] == 1
+    assert two["ratio"]["median"] == two["wall_s"]["median"] / one["wall_s"]["median"]
+    for row in result["rows"]:
+        assert 0 < row["later_start_s"]["median"] < row["first_start_s"]["median"]
+        assert row["first_start_s"]["median"] < row["wall_s"]["median"]
+        assert row["overhead_s"]["median"] * 8 <= row["wall_s"]["median"] * row["workers"]
+    assert not (tmp_path / "mine").exists()  # it leaves the user's cache alone
+    table = ablation.show(result)
+    assert "8 cells" in table
+    assert "of compilation" in table

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +24,7 @@ from minillama.ablation.drawing import (
     thin,
 )
 from minillama.ablation.measures import Floats
+from minillama.ablation.names import short_names
 from minillama.ablation.results import Results, Run
 
 Trace = dict[str, Any]
@@ -30,6 +32,7 @@ Figure = dict[str, Any]
 
 _POINTS_IN_ALL = 40_000
 _FEWEST_POINTS = 12
+_LABEL_CHARACTERS = 22
 
 
 def page_data(
@@ -70,7 +73,11 @@ def numbers(values: Floats | Sequence[float], digits: int = 4) -> list[float | N
 def _trace(results: Results, arm: str, lr: float | None, **fields: Any) -> Trace:
     style = arm_styles(results.arms)[arm]
     index = results.arms.index(arm)
-    trace: Trace = {"type": "scatter", "name": html.escape(arm), **fields}
+    trace: Trace = {
+        "type": "scatter",
+        "name": html.escape(short_names(results.arms)[arm]),
+        **fields,
+    }
     trace["meta"] = {"arm": index, "rate": None if lr is None else f"{lr:g}"}
     if "lines" in trace["mode"]:
         trace["line"] = {"dash": style.dash, "width": style.width} | trace.get("line", {})
@@ -310,6 +317,12 @@ def by_layer(results: Results, arms: Sequence[ArmResult], measure: str, title: s
 # ------------------------------------------------------------------------------ differences
 
 
+def _label(name: str) -> str:
+    """Return a name as lines that leave a plot room beside them, even on a phone."""
+    lines = textwrap.wrap(name, _LABEL_CHARACTERS)
+    return "<br>".join(map(html.escape, lines))
+
+
 def differences(comparisons: Sequence[Comparison], results: Results) -> Figure:
     """Each arm less its baseline at their best learning rates: pairs, mean and 95% t interval."""
     traces = []
@@ -343,7 +356,8 @@ def differences(comparisons: Sequence[Comparison], results: Results) -> Figure:
                 hovertemplate=f"mean %{{x:.4f}}<br>95% {c.t95.low:.4f} to {c.t95.high:.4f}",
             )
         )
-    names = [f"{html.escape(c.arm)}<br>− {html.escape(c.baseline)}" for c in comparisons]
+    short = {arm: _label(name) for arm, name in short_names(results.arms).items()}
+    names = [f"{short[c.arm]}<br>− {short[c.baseline]}" for c in comparisons]
     margin = results.margin
     shade = {"type": "rect", "yref": "paper", "y0": 0, "y1": 1, "x0": -margin, "x1": margin}
     zero = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": 0, "x1": 0}
@@ -362,6 +376,6 @@ def differences(comparisons: Sequence[Comparison], results: Results) -> Figure:
                 shade | {"line": {"width": 0}, "opacity": 0.15, "fillcolor": "#888888"},
                 zero | {"line": {"width": 1}},
             ],
-            "height": 150 + 70 * len(names),
+            "height": 150 + sum(30 + 20 * (name.count("<br>") + 1) for name in names),
         },
     }

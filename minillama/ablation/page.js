@@ -70,7 +70,7 @@ function layoutOf(figure, look, narrow) {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: look.ink, size: narrow ? 11 : 13, family: getComputedStyle(document.body).fontFamily },
-    hoverlabel: { font: { family: getComputedStyle(document.body).fontFamily } },
+    hoverlabel: { namelength: -1, font: { family: getComputedStyle(document.body).fontFamily } },
     hovermode: "closest",
     dragmode: narrow ? false : "zoom",
     margin: { l: narrow ? 44 : 60, r: 12, t: 10, b: 44 },

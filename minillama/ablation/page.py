@@ -13,6 +13,7 @@ from plotly.offline import get_plotlyjs
 from minillama.ablation.analysis import ArmResult, Comparison
 from minillama.ablation.drawing import ArmStyle, arm_styles
 from minillama.ablation.figures import page_data
+from minillama.ablation.names import short_names
 from minillama.ablation.results import Results, Run
 from minillama.ablation.tables import (
     arm_table,
@@ -24,6 +25,7 @@ from minillama.ablation.tables import (
     short,
     swatch,
 )
+from minillama.ablation.times import where_time_went
 from minillama.ablation.verdict import cautions, count, equal_start, findings, headline
 
 _MOST_BYTES = 900_000
@@ -190,9 +192,10 @@ def _bar(results: Results, styles: Mapping[str, ArmStyle], data: Mapping[str, An
         return ""
     if len(results.arms) == 1 and len(data["rates"]) == 1:
         return "<h2>Figures</h2>"
+    names = short_names(results.arms)
     buttons = "".join(
-        f'<button type="button" data-arm="{i}" aria-pressed="true">'
-        f"{swatch(styles[arm])}{escape(arm)}</button>"
+        f'<button type="button" data-arm="{i}" aria-pressed="true" title="{escape(arm)}">'
+        f"{swatch(styles[arm])}<span>{escape(names[arm])}</span></button>"
         for i, arm in enumerate(results.arms)
     )
     rates = ""
@@ -243,6 +246,7 @@ def _small_print(results: Results) -> str:
         ("fates", _FATES_MEAN),
         ("spikes", _SPIKES_MEAN),
         ("validation", f"{_VALIDATION_MEANS} {_values(ended, 'n_val_tokens', 'tokens')}".rstrip()),
+        ("time", where_time_went(results) if results.is_ablation else ""),
         ("made with", "; ".join(_versions(ended))),
         ("threads a run", _values(ended, "threads")),
         ("device", _values(ended, "device")),

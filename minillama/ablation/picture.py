@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import textwrap
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
@@ -23,7 +24,9 @@ from minillama.ablation.drawing import (
     running_mean,
     smoothing_window,
 )
+from minillama.ablation.names import short_names
 from minillama.ablation.results import Results
+from minillama.ablation.words import Words
 
 _DASHES: dict[str, Any] = {
     "solid": "-",
@@ -43,6 +46,8 @@ _MARKERS = {
 }
 _INK, _SOFT, _GRID = "#1d2126", "#59616b", "#e4e1da"
 _MOST_PANELS = 6
+_MOST_LEGEND_COLUMNS = 6
+_HEADLINE_LINES = 6
 
 
 def write_picture(
@@ -52,37 +57,71 @@ def write_picture(
 
     A single run has the right half alone.  ``source`` is the line of small print under it.
     """
+    figure = draw(results, arms, headline, source)
+    figure.savefig(path, metadata={"Software": "minillama"})
+
+
+def draw(results: Results, arms: Sequence[ArmResult], headline: str, source: str) -> Figure:
+    """Return the figure: words above, the legend and the small print below, as high as they need.
+
+    All lengths here are in inches from the figure's left or lower edge.
+    """
     styles = arm_styles(results.arms)
     sweep = len(results.lrs) > 1
     rates = _panel_rates(results)
     columns = min(3, len(rates))
     rows = math.ceil(len(rates) / columns)
-    width = 12.6 if sweep else 8.0
-    said = textwrap.wrap(headline, round(width * 12.5))
-    longest = max(len(arm) for arm in results.arms)
-    legend_columns = max(1, int((width - 0.3) / (0.85 + 0.085 * longest)))
-    legend_rows = math.ceil(len(results.arms) / legend_columns) if results.is_ablation else 0
-    above = 0.85 + 0.2 * len(said) + 0.24 * legend_rows
-    height = above + 0.8 + (3.3 if rows < 2 else 4.2)  # inches, as all here that is not a share
-    figure = Figure(figsize=(width, height), dpi=160)
+    figure = Figure(figsize=(12.6 if sweep else 8.0, 6.0), dpi=160)
     FigureCanvasAgg(figure)
     figure.set_facecolor("white")
+    words = Words(figure)
+    above = [
+        *(
+            (line, 15, {"fontweight": "bold", "color": _INK})
+            for line in words.wrapped(results.name, 15, bold=True)
+        ),
+        *((line, 10.5, {"color": _SOFT}) for line in _said(headline, words, results)),
+    ]
+    below = [(line, 8, {"color": _SOFT}) for line in words.wrapped(source, 8)]
+    legend = _legend(figure, words, results, styles) if results.is_ablation else None
+    under = words.height(below) + 0.1
+    middle = under + (words.height_of(legend) + 0.05 if legend else 0.0)
+    bottom = middle + 0.55  # tick labels and the axis label
+    plots = 3.3 if rows < 2 else 4.2
+    height = bottom + plots + 0.4 + words.height(above)
+    figure.set_size_inches(figure.get_figwidth(), height)
+    words.write(above, height - 0.1)
+    words.write(below, under)
+    if legend:
+        legend.set_bbox_to_anchor((words.LEFT - 0.06, under), transform=figure.dpi_scale_trans)
     outer = figure.add_gridspec(
         1,
         2 if sweep else 1,
         width_ratios=[1, 1.35] if sweep else None,
         left=0.065 if sweep else 0.09,
         right=0.985,
-        top=1 - above / height,
-        bottom=0.75 / height,
+        top=(bottom + plots) / height,
+        bottom=bottom / height,
         wspace=0.17,
     )
     if sweep:
-        _loss_by_rate(figure.add_subplot(outer[0, 0]), results, arms, styles)
+        _loss_by_rate(figure.add_subplot(outer[0, 0]), results, arms, styles, words)
     inner = outer[0, -1].subgridspec(rows, columns, wspace=0.07, hspace=0.28)
     _panels(figure, inner, results, rates, columns, styles)
-    _words(figure, results, styles, said, source, legend_columns)
-    figure.savefig(path, metadata={"Software": "minillama"})
+    return figure
+
+
+def _said(headline: str, words: Words, results: Results) -> list[str]:
+    """Return the headline's lines: with short names if it is long, and cut if it still is."""
+    lines = words.wrapped(headline, 10.5)
+    if len(lines) > _HEADLINE_LINES:
+        short = short_names(results.arms)
+        names = "|".join(re.escape(arm) for arm in sorted(short, key=len, reverse=True))
+        whole = rf"(?<![\w.=+-])(?:{names})(?![\w=+-])"
+        lines = words.wrapped(re.sub(whole, lambda name: short[name[0]], headline), 10.5)
+    if len(lines) > _HEADLINE_LINES:
+        lines = [*lines[: _HEADLINE_LINES - 1], "… the whole sentence is in report.html"]
+    return lines
 
 
 def _panel_rates(results: Results) -> list[float]:
@@ -107,7 +146,11 @@ def _clean(axes: Axes) -> None:
 
 
 def _loss_by_rate(
-    axes: Axes, results: Results, arms: Sequence[ArmResult], styles: dict[str, ArmStyle]
+    axes: Axes,
+    results: Results,
+    arms: Sequence[ArmResult],
+    styles: dict[str, ArmStyle],
+    words: Words,
 ) -> None:
     _clean(axes)
     drawn = [run for run in results.runs if run.has_loss]
@@ -147,29 +190,47 @@ def _loss_by_rate(
                     markeredgewidth=0.9,
                 )
     if lost:
-        _name_level(axes, "diverged", top - pad)
+        _name_level(axes, "diverged", top - pad, "left")
     unigram = [run.figure("unigram_entropy") for run in results.runs]
     level = float(np.nanmean(unigram)) if np.isfinite(unigram).any() else math.nan
     if min(losses) - pad < level < top:
         axes.axhline(level, color=_SOFT, linewidth=1, linestyle=":")
-        _name_level(axes, "unigram entropy", level)
+        _name_level(axes, "unigram entropy", level, "right")  # apart from the other
     axes.set_ylim(min(losses) - pad, top)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator(results.lrs))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.margins(x=0.09)
+    named = _apart(axes, results.lrs, words)
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:g}" if value in named else "")
+    )
     axes.set_xlabel("peak learning rate", color=_INK)
     axes.set_ylabel("final validation loss (nats a token)", color=_INK)
 
 
-def _name_level(axes: Axes, name: str, level: float) -> None:
+def _apart(axes: Axes, rates: Sequence[float], words: Words) -> set[float]:
+    """Return the rates whose labels fit side by side, from the smallest on."""
+    low, high = map(math.log, axes.get_xlim())
+    inches = axes.bbox.width / words.dpi / (high - low)
+    named: set[float] = set()
+    free = -math.inf
+    for rate in rates:
+        at, half = inches * math.log(rate), words.wide(f"{rate:g}", 9) / 2 + 0.04
+        if at - half >= free:
+            named.add(rate)
+            free = at + half
+    return named
+
+
+def _name_level(axes: Axes, name: str, level: float, side: Literal["left", "right"]) -> None:
     axes.annotate(
         name,
-        (0.01, level),
+        (0.01 if side == "left" else 0.99, level),
         xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
+        xytext=(0, 6 if side == "left" else 3),
         textcoords="offset points",
+        ha=side,
         fontsize=9,
         color=_SOFT,
     )
@@ -226,26 +287,9 @@ def _panels(
         axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _words(
-    figure: Figure,
-    results: Results,
-    styles: dict[str, ArmStyle],
-    headline: Sequence[str],
-    source: str,
-    legend_columns: int,
-) -> None:
-    left, height = 0.02, figure.get_figheight()
-
-    def write(text: str, inches: float, size: float, **fields: Any) -> None:
-        """Write a line whose foot is so far below the top; names are no formulas."""
-        figure.text(left, 1 - inches / height, text, fontsize=size, parse_math=False, **fields)
-
-    write(results.name, 0.33, 15, fontweight="bold", color=_INK)
-    for i, line in enumerate(headline):
-        write(line, 0.58 + 0.2 * i, 10.5, color=_SOFT)
-    write(source, height - 0.13, 8, color=_SOFT)
-    if not results.is_ablation:
-        return
+def _legend(figure: Figure, words: Words, results: Results, styles: dict[str, ArmStyle]) -> Legend:
+    """Return the arms' legend in as many columns as fit, each name on as many lines as it needs."""
+    names = short_names(results.arms)
     handles = [
         Line2D(
             [],
@@ -256,17 +300,21 @@ def _words(
             markeredgecolor="white",
             linewidth=2,
             markersize=8,
-            label=arm.replace("$", r"\$"),
+            label="\n".join(words.wrapped(names[arm], 10, beside=0.75)).replace("$", r"\$"),
         )
         for arm in results.arms
     ]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(left - 0.008, 1 - (0.46 + 0.2 * len(headline)) / height),
-        ncols=min(len(handles), legend_columns),
-        frameon=False,
-        fontsize=10,
-        labelcolor=_INK,
-        handlelength=3.2,
-    )
+    for columns in range(min(len(handles), _MOST_LEGEND_COLUMNS), 0, -1):
+        legend = figure.legend(
+            handles=handles,
+            loc="lower left",
+            ncols=columns,
+            frameon=False,
+            fontsize=10,
+            labelcolor=_INK,
+            handlelength=3.2,
+        )
+        if columns == 1 or words.width_of(legend) <= words.width + 0.12:
+            break
+        legend.remove()
+    return legend

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -60,13 +61,17 @@ class Worker:
             start_new_session=True,
         )
 
-    def train(self, cell: Cell) -> Ended:
-        """Train ``cell`` and return how it ended, be it by the death of the process."""
+    def train(self, cell: Cell, began: float | None = None) -> Ended:
+        """Train ``cell``, taken up at ``began`` (None: now), and return how it ended.
+
+        That may be by the death of the process.
+        """
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(json.dumps(cell.config.model_dump(mode="json")) + "\n")
+            job = {"began": began or time.time(), "config": cell.config.model_dump(mode="json")}
+            process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except (OSError, ValueError):  # the pipe broke, or stop() closed it
@@ -158,13 +163,14 @@ class Pool:
 
     def _serve(self, slot: int) -> None:
         while (cell := self._next()) is not None:
+            began = time.time()
             self.events.put(cell)
             try:
                 worker = self._worker(slot)
             except OSError as error:
                 self.events.put(Ended(cell, "crashed", f"no worker could be started: {error}"))
                 continue
-            self.events.put(worker.train(cell) if worker else Ended(cell, "interrupted"))
+            self.events.put(worker.train(cell, began) if worker else Ended(cell, "interrupted"))
         if slot in self._workers:  # it trains nothing now, so there is nothing to wait for
             self._workers[slot].kill()
             self._workers[slot].wait()

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from minillama.ablation.grid import arms as arms_of
 from minillama.ablation.grid import cell_path
 from minillama.ablation.measures import gradient_figures, spike_score
+from minillama.ablation.sessions import Session, read_sessions
 from minillama.ablation_config import load_ablation
 from minillama.errors import ConfigError, RunFolderError
 from minillama.reading import read_yaml
@@ -35,6 +36,7 @@ COLUMNS = (
     *("val_bits_per_byte", "tokens_per_s", "n_params", "n_norm_params", "spike_score"),
     *("grad_norm_max", "grad_norm_p99", "clipped_share", "threads", "config_hash"),
     *("weights_hash", "data_hash", "error"),
+    *("training_seconds", "validation_seconds", "starting_seconds"),
 )
 """The columns of ``cells.csv``."""
 
@@ -102,6 +104,7 @@ class Results:
     runs: tuple[Run, ...]
     is_ablation: bool = True
     missing: tuple[tuple[str, float, int], ...] = field(default=())
+    sessions: tuple[Session, ...] = ()
 
     def of_arm(self, arm: str) -> list[Run]:
         """Return the runs of one arm."""
@@ -160,6 +163,7 @@ def _read_ablation(folder: Path) -> Results:
         margin=config.margin,
         runs=tuple(runs),
         missing=tuple(missing),
+        sessions=read_sessions(folder),
     )
 
 

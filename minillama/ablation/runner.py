@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from minillama.ablation.display import Display
 from minillama.ablation.estimate import TIMED_STEPS, estimate
 from minillama.ablation.grid import Cell, cells
 from minillama.ablation.pool import Ended, Pool
+from minillama.ablation.sessions import RunningSession
 from minillama.ablation.table import CellTable, is_finished
 from minillama.ablation_config import AblationConfig
 from minillama.config import parse_run, to_yaml
@@ -94,6 +96,7 @@ def run(
         InterruptedRunError: Ctrl-C or SIGTERM came; what was running is saved.
         MinillamaError: every cell crashed.
     """
+    asked = time.perf_counter()
     grid = cells(config)
     for cell in grid:
         refuse_what_cannot_fit(cell.config, pick_device(cell.config.train.device))
@@ -110,7 +113,9 @@ def run(
             _log.info("%s: all %d cells are finished already", folder, len(grid))
             return folder
         workers, threads = _share_cores(config, grid)
+        session = RunningSession(folder, workers, threads, time.perf_counter() - asked)
         with (
+            session,
             StopSignal() as stop,
             Display(grid, table, progress) as display,
             make_pool(todo, workers, threads) as pool,
@@ -120,6 +125,7 @@ def run(
                     display.started(event)
                 else:
                     table.add(event)
+                    session.save()
                     display.ended(event)
         if stop.requested:
             raise InterruptedRunError(

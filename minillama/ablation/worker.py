@@ -1,6 +1,8 @@
 """A worker of an ablation: one process that trains cell after cell.
 
-    parent ──a config as JSON, a line a cell──▶ stdin │ worker │ stdout ──how it ended──▶ parent
+    parent ──a cell as JSON, a line each──▶ stdin │ worker │ stdout ──how it ended──▶ parent
+
+A cell is its ``config`` and ``began``, the time at which it was taken up.
 
 The end of stdin is the wish to stop: what is being trained is saved first.  It comes when the
 parent closes the pipe and also when the parent dies, so no worker outlives it.
@@ -59,7 +61,8 @@ def _listen(lines: TextIO, jobs: queue.SimpleQueue[str | None]) -> None:
 
 def _train(job: str) -> dict[str, str]:
     """Train one cell, its output going to its own log, and say how it ended."""
-    config = parse_run(json.loads(job), "cell")
+    cell = json.loads(job)
+    config = parse_run(cell["config"], "cell")
     assert config.out_dir is not None
     folder = Path(config.out_dir)
     try:
@@ -70,7 +73,7 @@ def _train(job: str) -> dict[str, str]:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         _wait_for(folder)
-        train(config, resume=True, progress=False)
+        train(config, resume=True, progress=False, began=cell["began"])
     except DivergedError as error:
         print(error, flush=True)  # a result like any other; the summary has it
     except (InterruptedRunError, KeyboardInterrupt) as error:

@@ -47,6 +47,8 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0  # of the whole run, validation and saving included
     training_seconds: float = 0.0
+    validation_seconds: float = 0.0
+    starting_seconds: float = 0.0  # before the first of seconds: process, imports, data, model
     evaluated_step: int = -1
     init_val_loss: float | None = None
     val_loss: float | None = None
@@ -120,6 +122,9 @@ def summarise(
         "steps": progress.step,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
+        "training_seconds": progress.training_seconds,
+        "validation_seconds": progress.validation_seconds,
+        "starting_seconds": progress.starting_seconds,
         "tokens_per_s": progress.tokens / progress.training_seconds if progress.tokens else None,
         "train_loss": _mean(progress.recent_losses),
         "val_loss": progress.val_loss if reached else None,

@@ -65,7 +65,12 @@ _log = logging.getLogger("minillama")
 
 
 def train(
-    config: RunConfig, *, resume: bool = False, overwrite: bool = False, progress: bool = True
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+    began: float | None = None,
 ) -> dict[str, Any]:
     """Train a model as ``config`` says and return the run's summary, as summary.json has it.
 
@@ -76,6 +81,7 @@ def train(
         resume: go on from the newest checkpoint in the run folder; start anew if there is none.
         overwrite: replace the run that the folder holds.
         progress: show a bar on stderr.
+        began: when the run was asked for, by ``time.time()``; None: now.
 
     Raises:
         ConfigError: the folder holds a run and neither flag is given; a resumed run differs in a
@@ -86,12 +92,16 @@ def train(
         RunFolderError: the folder cannot be written, or another run is using it.
         CheckpointError: the checkpoint to go on from is damaged.
     """
+    began = time.time() if began is None else began
     config = resolve(config)
     assert config.out_dir is not None
     with join(config) as ranks, ExitStack() as stack:
         with ranks.together():
             trainer = _set_up(config, ranks, stack, resume=resume, overwrite=overwrite)
-        return trainer if isinstance(trainer, dict) else trainer.fit(progress)
+        if isinstance(trainer, dict):
+            return trainer
+        trainer.progress.starting_seconds += time.time() - began
+        return trainer.fit(progress)
 
 
 def _set_up(
@@ -326,7 +336,7 @@ class Trainer:
 
     def _validate(self, stop: StopSignal) -> bool:
         """Measure the whole validation split and log it; tell whether it is the best so far."""
-        meta = self.prepared.meta
+        meta, started = self.prepared.meta, time.perf_counter()
 
         def add(loss: float) -> float:
             stop.check()
@@ -342,6 +352,7 @@ class Trainer:
                 part=(self.ranks.rank, self.ranks.world_size),
                 add=add,
             )
+        self.progress.validation_seconds += time.perf_counter() - started
         best = self.progress.validated(result)
         self._write(
             {

@@ -18,6 +18,7 @@ from filelock import FileLock
 from minillama.ablation.grid import cells
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.runner import dry_run, run
+from minillama.ablation.sessions import read_sessions
 from minillama.ablation_config import AblationConfig, load_ablation
 from minillama.config import to_yaml
 from minillama.errors import ConfigError, MinillamaError, RunFolderError
@@ -117,6 +118,13 @@ def test_every_cell_ends_in_a_row_whatever_becomes_of_it(
     assert (diverged["val_loss"], killed["val_loss"]) == ("", "")
     assert killed["error"] == "the worker was ended by SIGKILL; out of memory?"
     assert faulty["error"] == "ArithmeticError: this norm cannot be built"
+    parts = [float(good[f"{part}_seconds"]) for part in ("training", "validation", "starting")]
+    assert min(parts) > 0
+    assert sum(parts[:2]) < float(good["seconds"])
+    (sitting,) = read_sessions(folder)
+    assert (sitting.workers, sitting.threads) == (2, 1)
+    assert max(float(row["seconds"] or 0) for row in table) < sitting.seconds
+    assert parts[2] < sitting.seconds
     log = (folder / faulty["run_dir"] / "log.txt").read_text()
     assert "about to fail" in log
     assert "Traceback" in log
