@@ -35,10 +35,10 @@ Parallel = Literal["none", "ddp", "fsdp"]
 PROCESS = 330_000_000
 """Bytes of a process that has imported torch and minillama and done nothing yet (Linux, CPU)."""
 
-BUFFERS = 30_000_000
+BUFFERS = 35_000_000
 """Bytes that BLAS, the tokenizer and the first use of many a module take (measured)."""
 
-GAPS, GAPS_OF_OTHER_CODE, GAPS_OF_ACCUMULATION, GAPS_OF_RECOMPUTING = 0.12, 0.55, 0.3, 1.5
+GAPS, GAPS_OF_OTHER_CODE, GAPS_OF_ACCUMULATION, GAPS_OF_RECOMPUTING = 0.2, 0.55, 0.25, 1.5
 GAPS_OF_GRADIENTS = 0.2
 """Shares of the activations, and of the gradients, that gaps of the heap take beside them:
 with the C kernels; without; more where gradients add up; with train.recompute, what its backward
