@@ -42,7 +42,7 @@ class Device:
 
     def peak(self, dtype: str) -> float:
         """Return the FLOPs per second of matrix products in ``dtype``, a train.dtype."""
-        return self.bfloat16 if dtype == "bfloat16" else self.float32
+        return self.float32 if dtype == "float32" else self.bfloat16
 
 
 def _gpu(name: str, bfloat16: float, float32: float, gigabytes: int, source: str) -> Device:
@@ -80,7 +80,7 @@ def gpu_named(name: str) -> Device:
 
 def measure_cpu(dtype: str, memory: int, seconds: float = 0.3) -> Device:
     """Time products of large matrices on this CPU, with torch's present number of threads."""
-    kind = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    kind: torch.dtype = getattr(torch, dtype)
     size = 1024
     a, b = torch.ones(size, size, dtype=kind), torch.ones(size, size, dtype=kind)
     a @ b  # the first one starts threads
@@ -100,11 +100,13 @@ class Compute:
     forward: int
     backward: int
     tokens: int
+    recomputed: int = 0
+    """Of a token's blocks run anew in the backward pass (train.recompute)."""
 
     @property
     def total(self) -> int:
         """FLOPs of the whole training."""
-        return (self.forward + self.backward) * self.tokens
+        return (self.forward + self.backward + self.recomputed) * self.tokens
 
     def seconds(self, device: Device, n_devices: int, dtype: str, mfu: float) -> float:
         """Return how long training takes where ``mfu`` of the devices' peak is reached."""
@@ -114,8 +116,12 @@ class Compute:
 def count_flops(config: RunConfig) -> Compute:
     """Count the FLOPs of training ``config`` (resolved)."""
     model, seq_len = config.model, config.data.seq_len
-    matrices = model.n_layers * sum(block_matrices(model)) + model.vocab_size * model.dim
-    attention = 4 * model.n_layers * model.n_heads * model.head_dim * seq_len
-    forward = 2 * matrices + attention
-    tokens = config.train.steps * config.train.batch_size * seq_len
-    return Compute(forward=forward, backward=2 * forward, tokens=tokens)
+    attention = 4 * model.n_heads * model.head_dim * seq_len
+    blocks = model.n_layers * (2 * sum(block_matrices(model)) + attention)
+    forward = blocks + 2 * model.vocab_size * model.dim
+    return Compute(
+        forward=forward,
+        backward=2 * forward,
+        tokens=config.train.steps * config.train.batch_size * seq_len,
+        recomputed=blocks if config.train.recompute else 0,
+    )

@@ -9,7 +9,7 @@ import torch
 from minillama.config import RunConfig
 from minillama.errors import ConfigError
 from minillama.plan.machine import GIB, VARIABLE, memory_limit
-from minillama.plan.memory import BLOCK_OBJECTS, PROCESS, Memory, estimate_memory
+from minillama.plan.memory import BLOCK_OBJECTS, PROCESS, Memory, Parallel, estimate_memory
 
 SURE = 0.75
 """A run is refused only where this share of its estimate is too much: no estimate is perfect."""
@@ -17,8 +17,10 @@ SURE = 0.75
 _log = logging.getLogger("minillama")
 
 
-def refuse_what_cannot_fit(config: RunConfig, device: torch.device) -> None:
-    """Make sure that ``device`` has the memory to train ``config`` (resolved).
+def refuse_what_cannot_fit(
+    config: RunConfig, device: torch.device, parallel: Parallel = "none", n_ranks: int = 1
+) -> None:
+    """Make sure that ``device`` has the memory for one of ``n_ranks`` to train ``config``.
 
     Takes less than a millisecond.  Where the estimate is but a little beyond, it only warns.
 
@@ -36,11 +38,11 @@ def refuse_what_cannot_fit(config: RunConfig, device: torch.device) -> None:
             "lower it"
         )
     on_cpu = device.type == "cpu"
-    memory = estimate_memory(config, on_cpu=on_cpu)
+    memory = estimate_memory(config, parallel, n_ranks, on_cpu=on_cpu)
     needed = memory.peak_on_cpu + PROCESS if on_cpu else memory.peak
     sure = SURE * memory.peak
     if config.train.compile:  # which keeps less, by an amount that only the compiler knows
-        sure -= SURE * memory.activations
+        sure -= SURE * (memory.activations + memory.loss)
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in listed(memory) if size >= GIB / 100)
     told = (
         f"training needs about {_gib(needed)} of memory ({parts}) and {device.type} has "
@@ -57,7 +59,7 @@ def refuse_what_cannot_fit(config: RunConfig, device: torch.device) -> None:
 
 def listed(memory: Memory) -> list[tuple[str, int]]:
     """Return the parts by name."""
-    hidden = ("embedding_gradients", "accumulates")
+    hidden = ("embedding_gradients", "gaps", "accumulates")
     return [(name, size) for name, size in vars(memory).items() if name not in hidden]
 
 

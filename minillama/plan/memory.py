@@ -8,7 +8,6 @@
     activations what the forward pass keeps for the backward pass, :func:`activations_per_token`
     loss        what the loss takes at its peak, :func:`loss_bytes`
     gathered    FSDP alone: the layers that are whole at a time
-    buckets     DDP alone: the gradients once more, as they are sent
     other       the batch, the table of rotations, weights a probe remembers, Python's own objects
 
 Backward makes gradients as it lets activations go, so the peak in use is less than the sum:
@@ -36,12 +35,14 @@ Parallel = Literal["none", "ddp", "fsdp"]
 PROCESS = 330_000_000
 """Bytes of a process that has imported torch and minillama and done nothing yet (Linux, CPU)."""
 
-BUFFERS = 30_000_000
+BUFFERS = 35_000_000
 """Bytes that BLAS, the tokenizer and the first use of many a module take (measured)."""
 
-HELD_BACK = {False: 0.25, True: 0.75}
-"""Share of the activations that the heap keeps in gaps; more where gradients stay between passes
-(measured)."""
+GAPS, GAPS_OF_OTHER_CODE, GAPS_OF_ACCUMULATION, GAPS_OF_RECOMPUTING = 0.2, 0.55, 0.25, 1.5
+GAPS_OF_GRADIENTS = 0.2
+"""Shares of the activations, and of the gradients, that gaps of the heap take beside them:
+with the C kernels; without; more where gradients add up; with train.recompute, what its backward
+pass needs for a moment included (measured)."""
 
 BLOCK_OBJECTS = 60_000
 """Bytes of Python objects of a block, which count where blocks are many and small (measured)."""
@@ -65,17 +66,18 @@ class Memory:
     activations: int
     loss: int
     gathered: int
-    buckets: int
     other: int
     embedding_gradients: int
     """Two more gradients of a tied embedding, for a moment."""
+    gaps: float
+    """Share of the activations that the heap of a CPU's process loses besides."""
     accumulates: bool
-    """Gradients of earlier micro-batches are there while a later one runs."""
+    """Gradients of before are there while a pass runs: micro-batches', or DDP's."""
 
     @property
     def state(self) -> int:
         """What is there all the time."""
-        return self.weights + self.optimizer + self.buckets + self.other
+        return self.weights + self.optimizer + self.other
 
     @property
     def peak(self) -> int:
@@ -90,14 +92,13 @@ class Memory:
     def peak_on_cpu(self) -> int:
         """The most that the process holds on a CPU, beyond :data:`PROCESS`.
 
-        Tensors of less than 32 MiB come from the heap of the C library, which gives nothing back:
-        gradients do not take the place of activations, and lie between them, so that those of the
-        next pass do not fill the gaps.  Measured (glibc 2.36), and not exact: the order of calls
-        decides.
+        Tensors of less than 32 MiB come from the heap of the C library, which gives nothing back
+        and fills its gaps as well as it can: best where the same sizes come in the same order,
+        worse where gradients stay among them, worst where blocks are run anew.  The shares were
+        measured (glibc 2.36) and are not exact: the order of calls decides.
         """
-        held_back = HELD_BACK[self.accumulates] * self.activations
-        passing = self.activations + self.loss + self.copies
-        return self.state + self.gathered + self.gradients + passing + round(held_back) + BUFFERS
+        held_back = self.gaps * self.activations + GAPS_OF_GRADIENTS * self.gradients
+        return self.peak + round(held_back) + BUFFERS
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,16 @@ class Execution:
     """By the C kernels, which are for float32 on a CPU."""
     compiled: bool = False
     """By torch.compile, for which the loss is written with all logits at once."""
+    recompute: bool = False
+    """Blocks keep their input alone; one at a time is run anew in the backward pass."""
 
     @classmethod
     def of(cls, train: TrainConfig, *, on_cpu: bool) -> Execution:
         """Return how a run goes on a CPU, or on another device."""
-        autocast = train.dtype == "bfloat16"
+        autocast = train.dtype != "float32"
         forbidden = os.environ.get("MINILLAMA_KERNELS") == "0"
         kernels = on_cpu and not (autocast or train.compile or forbidden)
-        return cls(autocast, kernels, train.compile)
+        return cls(autocast, kernels, train.compile, train.recompute)
 
     @property
     def product(self) -> int:
@@ -151,25 +154,28 @@ def activations_per_token(config: ModelConfig, how: Execution) -> dict[str, int]
         repeated = config.n_heads > config.n_kv_heads  # keys and values, for each query
         heads = 3 * q_dim if repeated else 2 * q_dim + together
         attended, mlp = 2 * q_dim, 4 * config.ffn_dim
-    return {
+    kept = {
         "norms": norms,
         "inputs of projections": n_layers * 2 * dim * product,
         "queries, keys, values": n_layers * heads * product,
         "attention": n_layers * (attended * product + config.n_heads * FLOAT32),
         "mlp": n_layers * mlp * product,
         "gates": layout.gates * 2 * dim * product,
-        "head": dim * (product + FLOAT32 * (config.embed_scale == "learned")),
     }
+    if how.recompute:
+        kept = {name: -(-size // n_layers) for name, size in kept.items()}
+        kept["inputs of blocks"] = n_layers * dim * FLOAT32
+    return kept | {"head": dim * (product + FLOAT32 * (config.embed_scale == "learned"))}
 
 
 def copies_bytes(config: ModelConfig, how: Execution) -> int:
     """Return the bytes of copies of weights that the backward pass reads."""
-    attention, mlp = block_matrices(config)
+    matrices, n_blocks = sum(block_matrices(config)), 1 if how.recompute else config.n_layers
     if how.autocast:
-        return BFLOAT16 * (config.n_layers * (attention + mlp) + config.vocab_size * config.dim)
+        return BFLOAT16 * (n_blocks * matrices + config.vocab_size * config.dim)
     # q, k and v in one matrix, gate and up in another; o_proj and down_proj are read as they are
     kept_apart = config.n_heads * config.head_dim * config.dim + config.ffn_dim * config.dim
-    return FLOAT32 * config.n_layers * (attention + mlp - kept_apart)
+    return FLOAT32 * n_blocks * (matrices - kept_apart)
 
 
 def loss_bytes(config: ModelConfig, n_tokens: int, how: Execution, *, z_loss: bool) -> int:
@@ -219,6 +225,11 @@ def estimate_memory(
     batch = 5 * train.batch_size * (seq_len + 1) * INT64
     rotations = 3 * model.max_seq_len * model.head_dim * FLOAT32
     probe = FLOAT32 * share if train.probe_every else 0
+    # DDP's gradients are views of the buckets that it sends them in, which stay.
+    accumulates = parallel == "ddp" or rows * n_ranks < train.batch_size
+    gaps = GAPS if how.kernels else GAPS_OF_OTHER_CODE
+    gaps = GAPS_OF_RECOMPUTING if how.recompute else gaps
+    gaps += GAPS_OF_ACCUMULATION * accumulates
     return Memory(
         weights=FLOAT32 * share,
         gradients=FLOAT32 * share,
@@ -227,8 +238,8 @@ def estimate_memory(
         activations=n_tokens * sum(activations_per_token(model, how).values()),
         loss=loss_bytes(model, n_tokens, how, z_loss=config.optim.z_loss > 0),
         gathered=gathered,
-        buckets=FLOAT32 * count.total if parallel == "ddp" else 0,
         other=batch + rotations + probe + BLOCK_OBJECTS * model.n_layers,
         embedding_gradients=2 * FLOAT32 * count.embedding // shards if model.tie_embeddings else 0,
-        accumulates=rows * n_ranks < train.batch_size,
+        gaps=gaps,
+        accumulates=accumulates,
     )

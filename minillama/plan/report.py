@@ -70,6 +70,7 @@ def plan(
         "flops": {
             "forward_per_token": compute.forward,
             "backward_per_token": compute.backward,
+            "recomputed_per_token": compute.recomputed,
             "total": compute.total,
             "formula": FORMULA,
         },
@@ -135,7 +136,8 @@ def as_text(figures: dict[str, Any]) -> str:
             f"tokens       {figures['tokens']:,}, {figures['tokens_per_parameter']:.1f} for each "
             "parameter",
             f"FLOPs        forward {_si(flops['forward_per_token'])}, backward "
-            f"{_si(flops['backward_per_token'])} a token; {flops['total']:.3g} in all",
+            f"{_si(flops['backward_per_token'])}, recomputed {_si(flops['recomputed_per_token'])} "
+            f"a token; {flops['total']:.3g} in all",
             f"             {flops['formula']}",
             "",
             *_memory_table(figures),

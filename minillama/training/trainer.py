@@ -108,7 +108,7 @@ def _set_up(
     config: RunConfig, ranks: Ranks, stack: ExitStack, *, resume: bool, overwrite: bool
 ) -> Trainer | dict[str, Any]:
     """Return the trainer, its run's folder claimed on ``stack``; or the summary of a run done."""
-    refuse_what_cannot_fit(config, ranks.device)
+    refuse_what_cannot_fit(config, ranks.device, config.train.parallel, ranks.world_size)
     check_loggers(config.loggers)
     for line in advice(config.model):
         _log.warning("%s: %s", config.name, line)

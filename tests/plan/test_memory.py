@@ -161,6 +161,7 @@ def test_a_cpu_run_takes_the_memory_that_was_foretold(tmp_path: Path) -> None:
             sized(256, 8, 4096, 256, batch_size=32, micro_batch_size=8), id="micro-batches"
         ),
         pytest.param(sized(256, 8, 4096, 256, batch_size=8, dtype="bfloat16"), id="bfloat16"),
+        pytest.param(sized(256, 8, 4096, 256, batch_size=32, recompute=True), id="recomputed"),
     ],
 )
 def test_larger_cpu_runs_take_the_memory_that_was_foretold(

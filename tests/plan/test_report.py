@@ -36,9 +36,10 @@ def test_what_each_parallel_choice_takes() -> None:
     n = 6_738_415_616
     one, ddp, fsdp = rows["none"], rows["ddp"], rows["fsdp"]
     assert (one["weights"], one["gradients"], one["optimizer"]) == (4 * n, 4 * n, 8 * n)
-    assert (ddp["weights"], ddp["optimizer"], ddp["buckets"]) == (4 * n, 8 * n, 4 * n)
+    assert (ddp["weights"], ddp["optimizer"]) == (4 * n, 8 * n)
+    assert ddp["peak"] == one["peak"]
     assert fsdp["weights"] == fsdp["gradients"] == fsdp["optimizer"] // 2 == -(-n // 64) * 4
-    assert fsdp["gathered"] > 0 == fsdp["buckets"] == one["gathered"] == one["buckets"]
+    assert fsdp["gathered"] > 0 == ddp["gathered"] == one["gathered"]
     assert [row["fits"] for row in (one, ddp, fsdp)] == [False, False, True]
     assert list(modes("llama-7b", 1)) == ["none"]
 
@@ -101,3 +102,13 @@ def test_a_tiny_run_fits_this_machine() -> None:
     assert figures["seconds"] > 0
     (row,) = figures["memory"]
     assert row["fits"] is True
+
+
+def test_recomputing_takes_less_memory_and_more_time() -> None:
+    path = CONFIGS / "llama-1b.yaml"
+    whole, anew = (
+        plan(load_config(path, [f"train.recompute={value}"]), gpu="h100")
+        for value in ("false", "true")
+    )
+    assert anew["memory"][0]["activations"] < whole["memory"][0]["activations"] / 5
+    assert 1.2 < anew["seconds"] / whole["seconds"] < 4 / 3
