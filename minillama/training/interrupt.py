@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 
-class StopNow(BaseException):
+class _StopNow(BaseException):
     """Leaves work that changes nothing and need not be waited for."""
 
 
@@ -44,7 +44,7 @@ class StopSignal:
             raise KeyboardInterrupt
         self.requested = True
         if self._breakable:
-            raise StopNow
+            raise _StopNow
 
     def agree(self) -> None:
         """Hear of a signal that another process got; there is none here."""
@@ -58,7 +58,36 @@ class StopSignal:
         self._breakable = True
         try:
             yield
-        except StopNow:
+        except _StopNow:
             pass
         finally:
             self._breakable = False
+
+
+class AgreedStop(StopSignal):
+    """A wish to stop that came to any of several processes, known to all of them at one place.
+
+    Further signals change nothing: torchrun may repeat one, and kills whoever is not gone after
+    half a minute.
+
+    Args:
+        on_any: tells whether a flag is set in any of the processes; all of them call it.
+    """
+
+    def __init__(self, on_any: Callable[[bool], bool]) -> None:
+        super().__init__()
+        self._on_any, self._heard = on_any, False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._heard = True
+
+    def agree(self) -> None:
+        """Hear of a signal that any of the processes got before."""
+        if not self.requested:
+            self.requested = self._on_any(self._heard)
+
+    def check(self) -> None:
+        """Leave the breakable body, in all processes, if a signal has come to any."""
+        self.agree()
+        if self.requested:
+            raise _StopNow

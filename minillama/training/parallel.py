@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -58,7 +57,7 @@ from minillama.errors import (
 from minillama.model.transformer import LossSums, Transformer, is_norm_parameter
 from minillama.training.checkpoint import hash_file
 from minillama.training.device import pick_device
-from minillama.training.interrupt import StopNow, StopSignal
+from minillama.training.interrupt import AgreedStop, StopSignal
 from minillama.training.ranks import Loss, Ranks
 
 T = TypeVar("T")
@@ -220,7 +219,7 @@ class _Group(Ranks):
         return self.sum(flag) > 0
 
     def stop_signal(self) -> StopSignal:
-        return _AgreedStop(self)
+        return AgreedStop(self.any)
 
     def finite(self, tensors: Iterable[Tensor]) -> bool:
         return not self.any(not super().finite(_own_part(tensor) for tensor in tensors))
@@ -231,30 +230,6 @@ class _Group(Ranks):
 
     def probes(self) -> bool:
         return self.is_main
-
-
-class _AgreedStop(StopSignal):
-    """A wish to stop that came to any rank, known to all of them at the same place.
-
-    Further signals change nothing: torchrun may repeat one, and kills whoever is not gone after
-    half a minute.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
-        self._ranks, self._heard, self._in_body = ranks, False, False
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._heard = True
-
-    def agree(self) -> None:
-        if not self.requested:
-            self.requested = self._ranks.any(self._heard)
-
-    def check(self) -> None:
-        self.agree()
-        if self.requested:
-            raise StopNow
 
 
 # -------------------------------------------------------------------------------------------- DDP

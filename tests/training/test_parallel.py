@@ -509,12 +509,14 @@ def test_a_disk_that_fills_up_is_told_once_and_leaves_the_checkpoint_before(runs
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("how", ["bfloat16", "compiled"])
+@pytest.mark.parametrize("how", ["bfloat16", "compiled", "recomputed"])
 def test_other_ways_to_compute_agree_as_well(runs, alone, kind, how):
     if how == "bfloat16":
         fields = {"train.dtype": "bfloat16"}
         other = runs.alone(f"{kind}-{how}-alone", **fields)
         within, patch = 2e-3, ""
+    elif how == "recomputed":
+        fields, other, within, patch = {"train.recompute": True}, alone, 1e-5, ""
     else:  # without what it takes long for: making the code
         fields, other, within = {"train.compile": True}, alone, 1e-5
         patch = "import functools, torch\n"
