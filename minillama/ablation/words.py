@@ -23,7 +23,8 @@ class Words:
 
     def __init__(self, figure: Figure) -> None:
         assert isinstance(figure.canvas, FigureCanvasAgg)
-        self._figure, self._renderer = figure, figure.canvas.get_renderer()
+        canvas: Any = figure.canvas  # matplotlib's methods are not typed
+        self._figure, self._renderer = figure, canvas.get_renderer()
 
     @property
     def dpi(self) -> float:
