@@ -128,6 +128,8 @@ def as_text(figures: dict[str, Any]) -> str:
     """Write what :func:`plan` returned for people."""
     flops, device, parts = figures["flops"], figures["device"], dict(figures["parameters"])
     total = parts.pop("total")
+    recomputed = flops["recomputed_per_token"]
+    anew = f", recomputed {_si(recomputed)}" if recomputed else ""
     many = f"{device['count']} × {device['name']}"
     shares = ", ".join(f"{name} {size:,}" for name, size in parts.items() if size)
     return "\n".join(
@@ -136,8 +138,7 @@ def as_text(figures: dict[str, Any]) -> str:
             f"tokens       {figures['tokens']:,}, {figures['tokens_per_parameter']:.1f} for each "
             "parameter",
             f"FLOPs        forward {_si(flops['forward_per_token'])}, backward "
-            f"{_si(flops['backward_per_token'])}, recomputed {_si(flops['recomputed_per_token'])} "
-            f"a token; {flops['total']:.3g} in all",
+            f"{_si(flops['backward_per_token'])}{anew} a token; {flops['total']:.3g} in all",
             f"             {flops['formula']}",
             "",
             *_memory_table(figures),
