@@ -211,6 +211,8 @@ def _loss_by_rate(
 
 def _apart(axes: Axes, rates: Sequence[float], words: Words) -> set[float]:
     """Return the rates whose labels fit side by side, from the smallest on."""
+    if not axes.lines or axes.get_xlim()[0] <= 0:
+        return set(rates)  # nothing is drawn
     low, high = map(math.log, axes.get_xlim())
     inches = axes.bbox.width / words.dpi / (high - low)
     named: set[float] = set()

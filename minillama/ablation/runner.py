@@ -35,6 +35,7 @@ from minillama.errors import (
     MinillamaError,
     RunFolderError,
 )
+from minillama.model.norms import is_ours
 from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.reading import dotted, read_yaml
 from minillama.training.device import pick_device
@@ -99,7 +100,9 @@ def run(
     asked = time.perf_counter()
     grid = cells(config)
     for cell in grid:
-        refuse_what_cannot_fit(cell.config, pick_device(cell.config.train.device))
+        # To count the parameters of a user's own norm is to build it: its cell's process may.
+        if is_ours(cell.config.model.norm.kind):
+            refuse_what_cannot_fit(cell.config, pick_device(cell.config.train.device))
     folder = _folder(config)
     with _claimed(folder):
         _refuse_changed(grid)

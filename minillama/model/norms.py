@@ -266,6 +266,13 @@ class NormSpec:
 
 
 NORMS: Registry[NormSpec] = Registry("norm kind")
+
+
+def is_ours(kind: str) -> bool:
+    """Tell whether the norm ``kind`` is one of this module, and not a user's own."""
+    return NORMS.get(kind).build.__module__ == __name__
+
+
 NORMS.register(
     "rmsnorm", NormSpec(RMSNorm, "x / √(mean(x²) + ε) · γ", "Zhang & Sennrich 2019, 1910.07467")
 )

@@ -19,7 +19,10 @@ from minillama.cli import main
 from minillama.config import load_config, to_yaml
 from minillama.errors import ConfigError
 
-OF_THE_MACHINE = ("seconds", "tokens_per_s")
+OF_THE_MACHINE = (
+    *("seconds", "training_seconds", "validation_seconds", "starting_seconds"),
+    "tokens_per_s",
+)
 """Columns of cells.csv that no two runs share."""
 
 

@@ -222,7 +222,7 @@ def _untimed(folder: Path) -> list[dict[str, str]]:
         {
             column: value
             for column, value in row.items()
-            if column not in ("seconds", "tokens_per_s")
+            if "seconds" not in column and column != "tokens_per_s"
         }
         for row in rows(folder)
     ]

@@ -102,7 +102,8 @@ def outcome(config):
     for line in lines:
         line.pop("tokens_per_s", None)
     summary = json.loads((folder / "summary.json").read_text())
-    for timed in ("seconds", "tokens_per_s", "name", "command"):
+    seconds = [key for key in summary if "seconds" in key]
+    for timed in (*seconds, "tokens_per_s", "name", "command"):
         del summary[timed]
     names = sorted(p.name for p in (folder / "checkpoints").iterdir())
     return resumed, lines, summary, names

@@ -68,7 +68,9 @@ def final_state(config):
 
 
 def result_of(config, summary):
-    timed = {"seconds", "tokens_per_s", "name", "command", "config_hash"}
+    timed = {"tokens_per_s", "name", "command", "config_hash"} | {
+        k for k in summary if "seconds" in k
+    }
     told = {key: value for key, value in summary.items() if key not in timed}
     return told, metrics(config), final_state(config)
 
