@@ -334,6 +334,9 @@ class TrainConfig(Section):
         "scales its loss, and skips an update whose gradient overflows (see max_skips)",
     )
     compile: bool = Field(False, description="torch.compile the model")
+    profile: NonNegative = Field(
+        0, description="steps to trace, after the first three, into trace.json in the run folder"
+    )
     recompute: bool = Field(
         False,
         description="activation checkpointing: keep each block's input alone and run it anew in "

@@ -63,6 +63,8 @@ MAY_CHANGE = frozenset(
         "train.on_nonfinite",
         "train.max_skips",
         "train.parallel",
+        "train.profile",
+        "train.recompute",
     )
 )
 """The fields that a resumed run may have otherwise than it began.

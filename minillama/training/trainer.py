@@ -55,6 +55,7 @@ from minillama.training.optim import build_optimizer
 from minillama.training.outcome import Progress, fate, summarise
 from minillama.training.parallel import join
 from minillama.training.probes import StepProbe
+from minillama.training.profile import TRACE, StepClock
 from minillama.training.ranks import Ranks
 from minillama.training.run_folder import RunFolder, check_resumable
 from minillama.training.sampling import write_sample
@@ -195,6 +196,7 @@ class Trainer:
         self._loss_sums = self.ranks.wrap(model, config.train.compile)
         self.parameters = list(model.parameters())
         self.optimizer = build_optimizer(model, config.optim)
+        self.clock = StepClock(config.train.profile if self.ranks.is_main else 0, self.device)
         scaled = config.train.dtype == "float16"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
 
@@ -220,11 +222,15 @@ class Trainer:
             )
             self._after_update(stop)
             while progress.step < config.train.steps:
-                line = self._train_step()
+                with self.clock.step(self.folder.path / TRACE):
+                    line = self._train_step()
                 if not bar.disable:
                     bar.set_postfix_str(shown(line, progress.val_loss), refresh=False)
                     bar.update()
                 self._after_update(stop)
+        self.clock.close(self.folder.path / TRACE)
+        if self.ranks.is_main and (told := self.clock.told()):
+            _log.info("%s: %s", config.name, told)
         return self._finish()
 
     def _begin(self) -> None:
@@ -244,7 +250,8 @@ class Trainer:
         started = time.perf_counter()
         config, progress = self.config, self.progress
         step = progress.step + 1
-        inputs_BT, targets_BT = self.ranks.batch(self.batches, progress.step)
+        with self.clock.part("data"):
+            inputs_BT, targets_BT = self.ranks.batch(self.batches, progress.step)
         check_ids(self.prepared.folder, config.model.vocab_size, inputs_BT, targets_BT)
         count = int(self.ranks.sum(int((targets_BT != IGNORED).sum())))
         probing = config.train.probe_every and step % config.train.probe_every == 0
@@ -254,7 +261,8 @@ class Trainer:
         if probe is not None:
             with self._autocast():
                 probe.before_update(inputs_BT.to(self.device))
-        norm = self.ranks.clip(self.parameters, config.optim.grad_clip)
+        with self.clock.part("clip"):
+            norm = self.ranks.clip(self.parameters, config.optim.grad_clip)
         lr = learning_rate(step, config.optim, config.train.steps)
         what = verdict(config.train, loss, norm, progress.skipped_in_a_row)
         if what == "skip" and config.train.on_nonfinite != "run_on" and self._lost_weight():
@@ -262,8 +270,9 @@ class Trainer:
         if what == "make":
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.ranks.before_update()
-            self.scaler.step(self.optimizer)
+            with self.clock.part("update"):
+                self.ranks.before_update()
+                self.scaler.step(self.optimizer)
         self.scaler.update()
         spike = what != "stop" and progress.stepped(loss, count, skipped=what == "skip")
         line = {
@@ -300,11 +309,12 @@ class Trainer:
         parts = list(zip(torch.split(inputs_BT, size), torch.split(targets_BT, size), strict=True))
         for number, (inputs, targets) in enumerate(parts, start=1):
             with self.ranks.micro_batch(last=number == len(parts)):
-                with self._autocast():
+                with self.clock.part("forward"), self._autocast():
                     sums = self._loss_sums(
                         inputs.to(self.device), targets.to(self.device), self.config.optim.z_loss
                     )
-                torch.autograd.backward(self.scaler.scale(sums.objective / count))
+                with self.clock.part("backward"):
+                    torch.autograd.backward(self.scaler.scale(sums.objective / count))
             total += sums.cross_entropy.detach()
         self.ranks.gather_gradients()
         if self.scaler.is_enabled():

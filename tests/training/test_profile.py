@@ -1,0 +1,61 @@
+"""The step's clock and its trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minillama.training.profile import PARTS, SETTLED, TRACE, StepClock
+from minillama.training.trainer import train
+
+
+def test_a_clock_tells_the_mean_of_each_part_once_it_has_settled(tmp_path: Path) -> None:
+    clock = StepClock(0, torch.device("cpu"))
+    assert clock.told() is None
+    for step in range(SETTLED + 4):
+        with clock.step(tmp_path / TRACE):
+            with clock.part("forward"):
+                time.sleep(0.05 if step < SETTLED else 0.002)
+            time.sleep(0.001)
+    told = re.findall(r"(\w+) ([\d.]+)", str(clock.told()).partition("ms: ")[2])
+    times = {name: float(value) for name, value in told}
+    assert set(times) == {*PARTS, "other"}
+    assert 2 <= times["forward"] < 40
+    assert times["other"] >= 1
+    assert times["data"] == times["update"] == 0
+    assert not (tmp_path / TRACE).exists()
+
+
+@pytest.mark.parametrize(("steps", "traced"), [(8, 2), (5, 50)])
+def test_a_run_leaves_a_trace_that_viewers_open_and_the_same_weights(
+    tiny: Any, caplog: pytest.LogCaptureFixture, steps: int, traced: int
+) -> None:
+    plain = tiny(out="plain", **{"train.steps": steps})
+    config = tiny(out="traced", **{"train.steps": steps, "train.profile": traced})
+    expected = train(plain, progress=False)
+    with caplog.at_level(logging.INFO, logger="minillama"):
+        summary = train(config, progress=False)
+    assert summary["val_loss"] == expected["val_loss"]
+    assert re.search(r"a step took [\d.]+ ms: data [\d.]+, forward", caplog.text)
+    trace = json.loads((Path(config.out_dir) / TRACE).read_text())
+    names = [event.get("name") for event in trace["traceEvents"]]
+    n = min(traced, steps - SETTLED)
+    for part in PARTS:
+        assert names.count(part) >= n, part
+    assert any(str(name).startswith("aten::") for name in names)
+    assert not (Path(plain.out_dir) / TRACE).exists()
+
+
+def test_recomputed_activations_change_no_bit(tiny: Any) -> None:
+    def weights(out: str, recompute: bool) -> Any:
+        config = tiny(out=out, **{"train.steps": 3, "train.recompute": recompute})
+        return train(config, progress=False)["val_loss"]
+
+    assert weights("kept", False) == weights("recomputed", True)
