@@ -3,6 +3,7 @@
 import csv
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -27,9 +28,10 @@ OF_THE_MACHINE = (
 
 
 @pytest.fixture(scope="module")
-def on_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the nodes have their temporary folders."""
-    return tmp_path_factory.mktemp("nodes")
+def on_nodes() -> Iterator[Path]:
+    """Where the nodes have their folders; pytest's own names are too long for a socket."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
