@@ -20,8 +20,8 @@ from minillama.model.transformer import Block, Transformer
 class Reader:
     """Reads one token of each row into ``cache`` and gives the logits behind it.
 
-    A plain pre-norm Llama that reads one row on a CPU takes all its blocks in one call of the C
-    kernel; any other model reads as it trains.
+    A plain pre-norm Llama on a CPU takes all its blocks in one call of the C kernel; any other
+    model reads as it trains.
 
     Args:
         model: in the state in which it stays while this is used.
@@ -36,23 +36,21 @@ class Reader:
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Return logits (B, V), which the next call may overwrite."""
         model, cache = self._model, self._cache
+        ids_B = torch.tensor(tokens, device=model.embed.weight.device)
         if self._stack is None:
-            ids_B1 = torch.tensor(tokens, device=model.embed.weight.device)[:, None]
-            return model.head(model.hidden(ids_B1, cache)[:, -1])
-        x_D = model.embed.weight[tokens[0]] * model.fixed_embed_scale
+            return model.head(model.hidden(ids_B[:, None], cache)[:, -1])
+        x_BD = model.embed.weight[ids_B] * model.fixed_embed_scale
         if model.embed_scale is not None:
-            x_D *= model.embed_scale
-        cos_1K, sin_1K = model.rope(cache.positions(1), x_D.dtype)
-        logits_1V = self._stack.read(x_D, cos_1K, sin_1K, cache.length)
+            x_BD *= model.embed_scale
+        rotation = model.rope(cache.positions(1), x_BD.dtype)
+        logits_BV = self._stack.read(x_BD, rotation, cache.length)
         cache.advance(1)
         cap = model.config.logit_softcap
-        return cap * torch.tanh(logits_1V / cap) if cap else logits_1V
+        return cap * torch.tanh(logits_BV / cap) if cap else logits_BV
 
 
 def _stack(model: Transformer, cache: KVCache) -> Stack | None:
     """Return the blocks for the C kernel; None if they are not what it knows."""
-    if cache.k_LBGSK.shape[1] != 1 or cache.pad_B is not None:
-        return None
     if any(map(is_hooked, model.modules())) or not isinstance(model.embed_norm, nn.Identity):
         return None
     layers = []
@@ -63,9 +61,9 @@ def _stack(model: Transformer, cache: KVCache) -> Stack | None:
         layers.append(layer)
     gain, eps = _gain(model.final_norm, cache.k_LBGSK.dtype), model.config.norm.eps
     head = model.head_weight.detach()
-    if gain is None or not Stack.fits(layers, gain, head):
+    if gain is None or not Stack.fits(layers, gain, head, cache.pad_B):
         return None
-    return Stack(layers, gain, head, eps)
+    return Stack(layers, gain, head, eps, cache.pad_B)
 
 
 def _layer(block: nn.Module, cache: KVCache, index: int) -> Layer | None:
@@ -94,7 +92,7 @@ def _layer(block: nn.Module, cache: KVCache, index: int) -> Layer | None:
     ):
         return None
     q, k, v, o, gate, up, down = (projection.weight.detach() for projection in projections)
-    keys, values = cache.k_LBGSK[index, 0], cache.v_LBGSK[index, 0]
+    keys, values = cache.k_LBGSK[index], cache.v_LBGSK[index]
     return Layer(attention_gain, q, k, v, o, mlp_gain, gate, up, down, keys, values)
 
 

@@ -244,7 +244,7 @@ def test_killed_ten_times_its_table_is_that_of_an_undisturbed_one(
 ) -> None:
     """In turn: the parent alone, a worker alone, all of them as when the power goes."""
     fields: dict[str, Any] = {
-        "overrides": {"train.steps": 300, "train.save_every": 20, "train.log_every": 5},
+        "overrides": {"train.steps": 1500, "train.save_every": 20, "train.log_every": 5},
         "lr": [1e-3, 1e-2],
         "seeds": [0, 1],
     }

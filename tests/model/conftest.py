@@ -9,6 +9,7 @@ from minillama.model.kernels.attention import _load as _load_attention
 from minillama.model.kernels.cross_entropy import _load as _load_cross_entropy
 from minillama.model.kernels.decode import _load as _load_decode
 from minillama.model.kernels.linear import _load as _load_linear
+from minillama.model.kernels.stack import _load as _load_stack
 from minillama.model.kernels.swiglu import _load as _load_swiglu
 from minillama.model.norms import NORMS
 from minillama.model.placement import PLACEMENTS
@@ -28,6 +29,7 @@ def _forget_kernels() -> None:
         _load_cross_entropy,
         _load_decode,
         _load_linear,
+        _load_stack,
         _load_swiglu,
     ):
         load.cache_clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -49,21 +51,42 @@ def read_all(model: Transformer, tokens: list[int]) -> tuple[torch.Tensor, Reade
         ({"norm": {"final_norm": False}}, False),
     ],
 )
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("n_threads", [1, 2])
 @torch.no_grad()
 def test_one_by_one_as_the_whole(
-    changes: dict[str, object], in_one_call: bool, threads: int
+    changes: dict[str, object], in_one_call: bool, n_threads: int, threads: Callable[[int], None]
 ) -> None:
-    model, before = build(torch.float64, **changes), torch.get_num_threads()
+    model = build(torch.float64, **changes)
     tokens = torch.randint(37, (LENGTH,), generator=torch.Generator().manual_seed(0))
-    try:
-        torch.set_num_threads(threads)
-        logits, reader = read_all(model, tokens.tolist())
-    finally:
-        torch.set_num_threads(before)
+    threads(n_threads)
+    logits, reader = read_all(model, tokens.tolist())
     torch.testing.assert_close(logits, model(tokens[None])[0], rtol=1e-10, atol=1e-10)
     if Reader(build(), KVCache(model.config, 1, 1))._stack is not None:  # there is a compiler
         assert (reader._stack is not None) == in_one_call
+
+
+@pytest.mark.parametrize("lengths", [[3, 3], [1, 9, 4], [5] * 8, [1 + r % 7 for r in range(19)]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@torch.no_grad()
+def test_rows_of_a_batch_are_read_as_the_whole_of_each(
+    kernels: str, dtype: torch.dtype, lengths: list[int], threads: Callable[[int], None]
+) -> None:
+    threads(2)
+    model, longest, n_more = build(dtype, n_heads=6, n_kv_heads=3), max(lengths), 6
+    tokens = torch.randint(
+        37, (len(lengths), longest + n_more), generator=torch.Generator().manual_seed(0)
+    )
+    pad_B = longest - torch.tensor(lengths)
+    cache = KVCache(model.config, len(lengths), longest + n_more, pad_B=pad_B, dtype=dtype)
+    model(tokens[:, :longest], cache)
+    reader = Reader(model, cache)
+    assert (reader._stack is not None) == (kernels == "compiled")
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-11
+    for step in range(n_more):
+        logits_BV = reader.read(tokens[:, longest + step].tolist())
+        for row, pad in enumerate(pad_B.tolist()):
+            want_V = model(tokens[row : row + 1, pad : longest + step + 1])[0, -1]
+            torch.testing.assert_close(logits_BV[row], want_V, rtol=tolerance, atol=tolerance)
 
 
 @torch.no_grad()
@@ -81,16 +104,17 @@ def test_a_model_that_is_watched_or_changed_is_read_as_it_is() -> None:
     torch.testing.assert_close(logits, model(torch.tensor([tokens]))[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 17])
 @torch.no_grad()
-def test_any_number_of_threads_gives_the_same_bits() -> None:
-    model, before = build(), torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(read_all(model, list(range(LENGTH)))[0])
-    finally:
-        torch.set_num_threads(before)
+def test_any_number_of_threads_gives_the_same_bits(
+    rows: int, threads: Callable[[int], None]
+) -> None:
+    model, found = build(), []
+    for n_threads in (1, 2, 3):
+        threads(n_threads)
+        reader = Reader(model, KVCache(model.config, rows, LENGTH))
+        read = [reader.read([(step + row) % 37 for row in range(rows)]) for step in range(LENGTH)]
+        found.append(read[-1].clone())
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

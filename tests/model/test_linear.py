@@ -16,7 +16,7 @@ from minillama.model.kernels import linear
 from minillama.model.mlp import MLP
 from minillama.model.projection import Linear, side_by_side
 
-ROWS = [1, 2, 3, 4, 5, 63, 64, 300]
+ROWS = [1, 2, 3, 16, 17, 63, 64, 65, 300]
 OUTPUTS = [(1,), (5,), (3, 2), (64, 17, 17)]
 
 
@@ -63,7 +63,7 @@ def test_values_and_gradients_are_those_of_float64(
 
 def test_many_weights_to_read(kernels: str) -> None:
     weights = draw_weights((1031, 258), 129, torch.float32)  # more than one unit of work
-    for rows in ROWS[:4]:
+    for rows in ROWS:
         x = tensor(rows, 129).float()
         want = torch.cat([x.double() @ weight.double().T for weight in weights], dim=-1)
         got = linear(x, *weights).double()
@@ -118,15 +118,19 @@ def test_sizes_that_do_not_fit_are_refused_as_torch_does(kernels: str, rows: int
 def test_few_rows_do_not_see_each_other(kernels: str) -> None:
     if kernels == "plain":
         pytest.skip("torch sums in another order for another number of rows")
-    x, weights = tensor(3, 123).float(), draw_weights((1001, 7), 123, torch.float32)
+    x, weights = tensor(40, 123).float(), draw_weights((1001, 7), 123, torch.float32)
     whole = linear(x, *weights)
-    for row in range(3):
-        assert torch.equal(linear(x[row], *weights), whole[row])
-    assert torch.equal(linear(x[:2], *weights), whole[:2])
+    for rows in (2, 3, 16, 17, 39):
+        assert torch.equal(linear(x[:rows], *weights), whole[:rows])
+        assert torch.equal(linear(x[-rows:], *weights), whole[-rows:])
     assert torch.equal(linear(x, weights[0]), whole[:, :1001])
+    # One row alone is summed in another order.
+    alone = torch.cat([linear(row, *weights)[None] for row in x])
+    torch.testing.assert_close(alone, whole, rtol=1e-5, atol=1e-5)
+    assert torch.equal(linear(x[5], weights[0]), alone[5, :1001])
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 33])
 def test_few_rows_on_any_number_of_threads(
     kernels: str, threads: Callable[[int], None], rows: int
 ) -> None:
@@ -145,13 +149,14 @@ def test_few_rows_on_any_number_of_threads(
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 1e30])
 def test_what_is_not_a_number_reaches_its_outputs(kernels: str, number: float) -> None:
     for place in (0, 3, 16):  # in a whole vector, and in the rest
-        x, weight = tensor(3, 17).float(), tensor(9, 17, seed=1).float()
-        x[1, place] = number
-        weight[2] = 0
-        want = F.linear(x, weight)
-        y = linear(x, weight)
-        assert torch.equal(y.isnan(), want.isnan())
-        torch.testing.assert_close(y, want, equal_nan=True)
+        for rows in (1, 3):
+            x, weight = tensor(rows, 17).float(), tensor(9, 17, seed=1).float()
+            x[rows // 2, place] = number
+            weight[2] = 0
+            want = F.linear(x, weight)
+            y = linear(x, weight)
+            assert torch.equal(y.isnan(), want.isnan())
+            torch.testing.assert_close(y, want, equal_nan=True)
 
 
 # ----------------------------------------------------------------------------- differentiation

@@ -66,6 +66,19 @@ typedef wide unaligned_vec __attribute__((vector_size(VECTOR_BYTES), aligned(siz
 static inline vec load(const wide *p) { return *(const unaligned_vec *)p; }
 static inline void store(wide *p, vec v) { *(unaligned_vec *)p = v; }
 static inline vec splat(wide w) { return w - (vec){0}; }
+
+static inline vec load_some(const wide *p, long n) {
+    wide lane[LANES] = {0};
+    memcpy(lane, p, (size_t)n * sizeof(wide));
+    return load(lane);
+}
+
+static inline void store_some(wide *p, vec v, long n) {
+    wide lane[LANES];
+    store(lane, v);
+    memcpy(p, lane, (size_t)n * sizeof(wide));
+}
+
 static inline long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 /* Halves of a vector, down to 16 bytes, so that its lanes meet in registers in an order that is fixed. */
@@ -120,6 +133,13 @@ static inline vec vec_exp(vec x) {
     for (int n = EXP_TERMS - 2; n >= 0; n--) y = y * f + (wide)taylor[n];
     ivec power = ((ivec)shifted - (ivec)splat(to_whole) + EXPONENT_BIAS) << MANTISSA_BITS;
     return (vec)((ivec)(y * (vec)power) & ~low);
+}
+
+static inline vec sigmoid(vec g) {
+    ivec positive = g > 0;
+    vec e = vec_exp((vec)((positive & (ivec)-g) | (~positive & (ivec)g))); /* of -|g| */
+    vec numerator = (vec)((positive & (ivec)splat(1)) | (~positive & (ivec)e));
+    return numerator / (1 + e);
 }
 
 /* ------------------------------------------------------------------------------------- threads */

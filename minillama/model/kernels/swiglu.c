@@ -15,31 +15,12 @@ typedef struct {
     long rows, dim, unit_rows;
 } job_t;
 
-static inline vec sigmoid(vec g) {
-    ivec positive = g > 0;
-    vec e = vec_exp((vec)((positive & (ivec)-g) | (~positive & (ivec)g))); /* of -|g| */
-    vec numerator = (vec)((positive & (ivec)splat(1)) | (~positive & (ivec)e));
-    return numerator / (1 + e);
-}
-
 static inline vec forward(vec g, vec u) { return g * sigmoid(g) * u; }
 
 static inline void backward(vec dy, vec g, vec u, vec *dg, vec *du) {
     vec s = sigmoid(g);
     *dg = dy * u * s * (1 + g * (1 - s));
     *du = dy * g * s;
-}
-
-static inline vec load_some(const wide *p, long n) {
-    wide lane[LANES] = {0};
-    memcpy(lane, p, (size_t)n * sizeof(wide));
-    return load(lane);
-}
-
-static inline void store_some(wide *p, vec v, long n) {
-    wide lane[LANES];
-    store(lane, v);
-    memcpy(p, lane, (size_t)n * sizeof(wide));
 }
 
 static void forward_unit(const void *argument, long unit) {
