@@ -32,7 +32,8 @@ LAYERS = [
 """From the ground up.  A part may import from itself and from lower layers, not from beside it."""
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-IMPORTS_IN_FUNCTIONS = {"cli.py"}
+IMPORTS_IN_FUNCTIONS = {"cli.py", "training/join.py", "training/ranks.py"}
+"""A command loads what it needs; a run of one process, nothing of torch.distributed's engines."""
 UNKNOWN_TO_THE_MODEL = {"RunConfig", "TrainConfig", "OptimConfig", "DataConfig", "TokenizerConfig"}
 
 
@@ -168,6 +169,9 @@ def test_what_is_allowed_is_no_fault(tmp_path, file, source):
     assert list(faults_of(tmp_path)) == []
 
 
+SLOW_PARTS_OF_TORCH = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy"}
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
@@ -175,6 +179,7 @@ def test_what_is_allowed_is_no_fault(tmp_path, file, source):
         ("minillama.config", {"torch", "transformers", "datasets", "numpy"}),
         ("minillama.cli", {"torch", "transformers", "datasets", "matplotlib"}),
         ("minillama.training.trainer", {"transformers", "matplotlib", "plotly", "tensorboard"}),
+        ("minillama.training.trainer", SLOW_PARTS_OF_TORCH),
         ("minillama.ablation.runner", {"ray", "matplotlib"}),
         # A report reads the files of finished runs, and needs no model for it.
         ("minillama.ablation.report", {"torch", "transformers", "minillama.model.transformer"}),
@@ -186,3 +191,27 @@ def test_what_a_module_does_not_load(module, absent):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.split() == []
+
+
+def test_a_run_starts_without_the_slow_parts_of_torch(tmp_path):
+    """Each takes its share of a second, which a short cell of an ablation would pay anew."""
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh " * 99)
+    config = {
+        "out_dir": str(tmp_path / "run"),
+        "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 16},
+        "tokenizer": {"kind": "byte"},
+        "data": {"source": {"kind": "files", "files": [str(text)]}, "seq_len": 16},
+        "optim": {"warmup_steps": 0},
+        "train": {"steps": 2, "batch_size": 2, "eval_every": 0, "device": "cpu"},
+    }
+    code = (
+        "import sys; from minillama.config import parse_run; "
+        "from minillama.training.trainer import train; "
+        f"train(parse_run({config!r}, 'test'), progress=False); "
+        f"print(*sorted({SLOW_PARTS_OF_TORCH!r} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == ""

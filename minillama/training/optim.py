@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 
 import torch
@@ -15,7 +16,20 @@ FUSED_DEVICES = ("cpu", "cuda")
 the loop over tensors."""
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """torch's, except that no method tells torch.compile to keep out.
+
+    To tell it, torch imports its compiler at the first call: a second at the start of every run.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
     """Return AdamW with weight decay on matrices and none on norms, gains and biases.
 
     The first group decays: every parameter of two or more dimensions that is no norm's, embeddings
@@ -26,7 +40,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     for name, parameter in model.named_parameters():
         groups[parameter.ndim >= 2 and not is_norm_parameter(name)].append(parameter)
     devices = {parameter.device.type for group in groups.values() for parameter in group}
-    return torch.optim.AdamW(
+    return AdamW(
         [
             {"params": groups[True], "weight_decay": config.weight_decay},
             {"params": groups[False], "weight_decay": 0.0},

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from minillama.checkpoint_folders import OPTIMIZER
 from minillama.data.batches import Batches
@@ -158,6 +156,10 @@ class Ranks:
             for name in names
         }
         if sharded:
+            # Here: they take half a second to import.
+            from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+            from torch.distributed.checkpoint.state_dict_loader import load
+
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is told
                 load(

@@ -50,10 +50,10 @@ from minillama.training.checkpoint import (
 )
 from minillama.training.device import describe_device
 from minillama.training.interrupt import StopSignal
+from minillama.training.join import join
 from minillama.training.loggers import Line, Logger, build_loggers, check_loggers, cut_metrics
 from minillama.training.optim import build_optimizer
 from minillama.training.outcome import Progress, fate, summarise
-from minillama.training.parallel import join
 from minillama.training.probes import StepProbe
 from minillama.training.profile import TRACE, StepClock
 from minillama.training.ranks import Ranks

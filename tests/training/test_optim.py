@@ -3,7 +3,7 @@ import torch
 
 from minillama.config import ModelConfig, OptimConfig
 from minillama.model.transformer import Transformer
-from minillama.training.optim import build_optimizer, clip_gradients
+from minillama.training.optim import AdamW, build_optimizer, clip_gradients
 
 
 def tiny(**fields):
@@ -54,6 +54,28 @@ def test_an_update_is_that_of_adamw():
     # The first update's moments, bias-corrected, are the gradient itself: lr · g/|g| after decay.
     expected = weight * (1 - 0.1 * 0.2) - 0.1 * gradient.sign()
     torch.testing.assert_close(layer.weight.detach(), expected)
+
+
+def test_all_that_can_be_done_with_it_is_torchs():
+    def steps(kind):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(5, 3)
+        optimizer = kind(layer.parameters(), lr=0.1, weight_decay=0.1, fused=True)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 1.0})
+        calls = []
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        for number in range(5):
+            optimizer.zero_grad()
+            layer(torch.full((4, 5), 1.0 + number)).square().sum().backward()
+            optimizer.step()
+            state = optimizer.state_dict()
+            optimizer.load_state_dict(state)
+        assert calls == ["before", "after"] * 5
+        return [*layer.parameters(), *(s["exp_avg"] for s in state["state"].values())]
+
+    for ours, theirs in zip(steps(AdamW), steps(torch.optim.AdamW), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def with_gradients(*values):

@@ -22,8 +22,8 @@ from minillama.errors import CheckpointError, ConfigError, OtherRankError
 from minillama.generate import generate
 from minillama.reading import override
 from minillama.training.checkpoint import load_checkpoint, read_for_resume
+from minillama.training.join import join
 from minillama.training.loggers import read_metrics
-from minillama.training.parallel import join
 from minillama.training.run_folder import RunFolder
 from minillama.training.trainer import train
 

@@ -34,12 +34,13 @@ from minillama.model.kernels.reference import wide_dtype
 _LOGGER = logging.getLogger("minillama")
 _FOLDER = Path(__file__).parent
 _HEADERS = ("cached.h", "kernel.h", "rope.h", "rows.h", "units.h")
-_MACROS = {
+MACROS = {
     torch.float32: "FLOAT32",
     torch.float64: "FLOAT64",
     torch.bfloat16: "BFLOAT16",
     torch.float16: "FLOAT16",
 }
+"""The dtypes that kernels are written for, as the sources name them."""
 _OPTIONS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fPIC", "-shared"]
 _TIMEOUT_S = 60
 
@@ -77,10 +78,10 @@ def load_library(name: str, dtype: torch.dtype) -> ctypes.CDLL | None:
 
     Why not is logged once.  ``MINILLAMA_KERNELS=0`` in the environment forbids compiled kernels.
     """
-    if os.environ.get("MINILLAMA_KERNELS") == "0" or dtype not in _MACROS:
+    if os.environ.get("MINILLAMA_KERNELS") == "0" or dtype not in MACROS:
         return None
     try:
-        library = _built(_FOLDER / f"{name}.c", _MACROS[dtype])
+        library = _built(_FOLDER / f"{name}.c", MACROS[dtype])
     except _BuildError as error:
         _warn_once(str(error))
         return None

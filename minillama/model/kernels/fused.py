@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillama.errors import ConfigError
-from minillama.model.kernels.compiled import Kernel, load
+from minillama.model.kernels.compiled import MACROS, Kernel, load
 from minillama.model.kernels.dispatch import is_plain, threads_for
 from minillama.model.kernels.reference import (
+    inverse_rms,
     rms_norm_backward_reference,
     rms_norm_reference,
     wide_dtype,
@@ -43,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool = Tr
             f"was given x of shape {tuple(x.shape)}; build it for the size of x's last dimension"
         )
     if torch.compiler.is_compiling():
-        if x.is_cpu and shape[0] > 0 and _has_kernel(x.dtype):
+        if x.is_cpu and shape[0] > 0 and x.dtype in MACROS:
             y: Tensor = torch.ops.minillama.rms_norm(x, weight, eps, cast_first)[0]
             return y
     elif is_plain(x, weight) and x.numel() > 0 and (kernel := load(x.dtype)):
@@ -136,7 +137,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, (x, weight, r), (kernel, eps, cast_first) = grads[0], ctx.saved_tensors, ctx.how
         if torch.is_grad_enabled() or not is_plain(grad):  # the gradient is to be differentiated
-            grad_x, grad_gain = rms_norm_backward_reference(grad, x, weight, eps)
+            r = inverse_rms(x.to(kernel.wide), eps)  # again: it depends on x
+            grad_x, grad_gain = rms_norm_backward_reference(grad, x, weight, r)
         else:
             grad_x, grad_gain = _backward(kernel, grad, x, weight, r, cast_first)
         return grad_x, None if weight is None else grad_gain, None  # autograd casts to their dtypes
@@ -147,21 +149,6 @@ _apply: Any = super(torch.autograd.Function, _RMSNorm).apply
 
 
 # ------------------------------------------------------------------------- the traced operator
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_kernel(dtype: torch.dtype) -> bool:
-    return load(dtype) is not None
-
-
-def _loaded(dtype: torch.dtype) -> Kernel:
-    kernel = load(dtype)
-    if kernel is None:
-        raise ConfigError(
-            f"minillama::rms_norm has no compiled kernel for {dtype} here, where a compiled or "
-            "exported program needs it; install a C compiler, or trace the program on this machine"
-        )
-    return kernel
 
 
 torch.library.define(
@@ -175,10 +162,14 @@ torch.library.define(
 
 
 @torch.library.impl("minillama::rms_norm", "CPU")
-def _op(
-    x: Tensor, weight: Tensor | None, eps: float, cast_first: bool
-) -> tuple[Tensor, Tensor | None]:
-    return _forward(_loaded(x.dtype), x.contiguous(), weight, eps, cast_first, keep_r=True)
+def _op(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool) -> tuple[Tensor, Tensor]:
+    x, kernel = x.contiguous(), load(x.dtype)
+    if kernel:
+        y, r = _forward(kernel, x, weight, eps, cast_first, keep_r=True)
+        assert r is not None
+        return y, r
+    r = inverse_rms(x.to(wide_dtype(x.dtype)), eps)
+    return rms_norm_reference(x, weight, eps, cast_first), r.flatten()
 
 
 @torch.library.register_fake("minillama::rms_norm")  # type: ignore[untyped-decorator]
@@ -193,7 +184,10 @@ def _op_fake(
 def _op_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, r: Tensor, cast_first: bool
 ) -> tuple[Tensor, Tensor]:
-    return _backward(_loaded(x.dtype), grad, x.contiguous(), weight, r, cast_first)
+    x, kernel = x.contiguous(), load(x.dtype)
+    if kernel:
+        return _backward(kernel, grad, x, weight, r, cast_first)
+    return rms_norm_backward_reference(grad, x, weight, r.view(*x.shape[:-1], 1))
 
 
 @torch.library.register_fake("minillama::rms_norm_backward")  # type: ignore[untyped-decorator]

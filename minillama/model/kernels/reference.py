@@ -42,15 +42,14 @@ def rms_norm_reference(
 
 
 def rms_norm_backward_reference(
-    grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
+    grad: Tensor, x: Tensor, weight: Tensor | None, r: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients for x, (..., d), and for the gain, (d,); both can be differentiated.
 
-    With r = 1 / √(mean(x²) + ε) and n = x·r:  ∂x = r·(g⊙γ − n·mean(g⊙γ⊙n)),  ∂γ = Σ g⊙n.
+    With r = 1 / √(mean(x²) + ε), (..., 1), and n = x·r:
+    ∂x = r·(g⊙γ − n·mean(g⊙γ⊙n)),  ∂γ = Σ g⊙n.
     """
-    wide = x.to(wide_dtype(x.dtype))
-    r = inverse_rms(wide, eps)
-    normed = wide * r
+    normed = x.to(wide_dtype(x.dtype)) * r
     grad_normed = grad if weight is None else grad * weight
     grad_x = r * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
     grad_gain = (grad * normed).reshape(-1, x.shape[-1]).sum(0)
