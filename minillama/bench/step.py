@@ -27,7 +27,7 @@ from minillama.bench.timing import (
     torch_threads,
 )
 from minillama.config import ModelConfig, OptimConfig
-from minillama.model.kernels import linear
+from minillama.model.kernels import linear, weight_gradient
 from minillama.model.transformer import Transformer
 from minillama.training.optim import build_optimizer, clip_gradients
 
@@ -237,7 +237,7 @@ def products(model: Transformer, shape: Shape) -> Callable[[], object]:
         x, grad = inputs[weight.shape], grads[weight.shape]
         linear(x, weight)
         linear(grad, weight.t())
-        grad.t() @ x
+        weight_gradient(grad, x)
 
     @torch.no_grad()
     def call() -> None:

@@ -11,6 +11,7 @@ from minillama.model.kernels.decode import _load as _load_decode
 from minillama.model.kernels.linear import _load as _load_linear
 from minillama.model.kernels.stack import _load as _load_stack
 from minillama.model.kernels.swiglu import _load as _load_swiglu
+from minillama.model.kernels.weight_gradient import _load as _load_weight_gradient
 from minillama.model.norms import NORMS
 from minillama.model.placement import PLACEMENTS
 
@@ -31,6 +32,7 @@ def _forget_kernels() -> None:
         _load_linear,
         _load_stack,
         _load_swiglu,
+        _load_weight_gradient,
     ):
         load.cache_clear()
 

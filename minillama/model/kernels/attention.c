@@ -18,11 +18,10 @@
 
 #define AHEAD 8 /* rows: memory is asked for so early; a row that is not there is not read */
 
-#ifdef __AVX512F__ /* 32 registers hold ROWS x 2 sums and what is added to them */
 #define ROWS 8
+#if MANY_REGISTERS /* they hold ROWS x BLOCK sums and what is added to them */
 #define BLOCK 2
 #else
-#define ROWS 4
 #define BLOCK 1
 #endif
 

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from minillama.model.kernels.compiled import load_library
 from minillama.model.kernels.dispatch import is_plain, needs_gradient, threads_for
 from minillama.model.kernels.linear import product
+from minillama.model.kernels.weight_gradient import weight_gradient
 
 IGNORED = -100
 """A target that does not count."""
@@ -103,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for_x, for_weight = ctx.needs_input_grad[:2]
         grad_x = torch.empty_like(x_ND) if for_x else None
         wide = torch.promote_types(weight_VD.dtype, torch.float32)  # for a sum over chunks
-        grad_weight = torch.empty_like(weight_VD, dtype=wide) if for_weight else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if for_weight else None
         objective, cross_entropy = _in_chunks(
             x_ND, weight_VD, targets_N, options, grad_x, grad_weight
         )
@@ -144,13 +145,11 @@ def _in_chunks(
     grad_x: Tensor | None,
     grad_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return both sums; where a gradient is wanted, fill it in."""
+    """Return both sums; where a gradient is wanted, fill it in (the weight's: add to it)."""
     n_tokens, (n_vocab, _) = len(x_ND), weight_VD.shape
     rows = max(1, CHUNK_ROWS, CHUNK_NUMBERS // n_vocab)
     with_gradient = grad_x is not None or grad_weight is not None
     losses, squares = [], []
-    if grad_weight is not None and n_tokens == 0:
-        grad_weight.zero_()
     for start in range(0, n_tokens, rows):
         x_RD, targets_R = x_ND[start : start + rows], targets_N[start : start + rows]
         logits_RV = product(x_RD, weight_VD)
@@ -170,12 +169,7 @@ def _in_chunks(
         if grad_x is not None:
             grad_x[start : start + rows] = product(grad_RV, weight_VD.t())
         if grad_weight is not None:
-            if start and grad_weight.dtype is grad_RV.dtype:
-                grad_weight.addmm_(grad_RV.t(), x_RD)
-            elif start:
-                grad_weight += grad_RV.t() @ x_RD
-            else:
-                grad_weight.copy_(grad_RV.t() @ x_RD)
+            weight_gradient(grad_RV, x_RD, grad_weight)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     zero = x_ND.new_zeros((), dtype=wide)
     cross_entropy = torch.cat(losses).sum() if losses else zero

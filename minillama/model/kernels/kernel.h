@@ -57,7 +57,18 @@ typedef int32_t whole;
 #define LN2_LOW 0x1.7f7d1cp-20f
 #endif
 
+#if defined(__AVX512F__) /* as wide as the machine's registers: of halves, compilers make poor code */
 #define VECTOR_BYTES 64
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define MANY_REGISTERS 1 /* 32 */
+#else
+#define MANY_REGISTERS 0 /* 16 */
+#endif
 #define LANES ((long)(VECTOR_BYTES / sizeof(wide)))
 typedef wide vec __attribute__((vector_size(VECTOR_BYTES)));
 typedef whole ivec __attribute__((vector_size(VECTOR_BYTES)));
@@ -81,24 +92,31 @@ static inline void store_some(wide *p, vec v, long n) {
 
 static inline long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-/* Halves of a vector, down to 16 bytes, so that its lanes meet in registers in an order that is fixed. */
-typedef wide half_vec __attribute__((vector_size(VECTOR_BYTES / 2)));
-typedef wide quarter_vec __attribute__((vector_size(VECTOR_BYTES / 4)));
-typedef union {
-    vec whole;
-    half_vec half[2];
-} halves_t;
-typedef union {
-    half_vec whole;
-    quarter_vec half[2];
-} quarters_t;
+/* Halves are added, down to 16 bytes: so lanes meet in registers, in an order that is fixed. */
+typedef wide vec16 __attribute__((vector_size(16)));
 
 static inline wide sum_of(vec v) {
-    halves_t h = {.whole = v};
-    quarters_t q = {.whole = h.half[0] + h.half[1]};
-    quarter_vec last = q.half[0] + q.half[1];
+#if VECTOR_BYTES == 16
+    vec16 last = v;
+#else
+    typedef wide vec32 __attribute__((vector_size(32)));
+    union {
+        vec32 whole;
+        vec16 half[2];
+    } last32;
+#if VECTOR_BYTES == 64
+    union {
+        vec whole;
+        vec32 half[2];
+    } all = {.whole = v};
+    last32.whole = all.half[0] + all.half[1];
+#else
+    last32.whole = v;
+#endif
+    vec16 last = last32.half[0] + last32.half[1];
+#endif
     wide total = last[0] + last[1];
-    for (long j = 2; j < LANES / 4; j += 2) total += last[j] + last[j + 1];
+    for (size_t j = 2; j < 16 / sizeof(wide); j += 2) total += last[j] + last[j + 1];
     return total;
 }
 

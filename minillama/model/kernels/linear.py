@@ -1,8 +1,7 @@
 """x·Wᵀ for one weight, or for several that share x as one product.
 
 training on a CPU      oneDNN's product forward and for x's gradient: on the machines tried
-                       8 to 15 % faster than torch's own; torch's for the weight's gradient,
-                       where it is the faster of the two
+                       8 to 15 % faster than torch's own; for W's, weight_gradient.py
 decoding on a CPU      the C kernel for up to 64 rows: it reads weights as fast as the memory gives
                        them, and takes half of oneDNN's time for 16 rows, 0.7 for 64; oneDNN beyond
 elsewhere              F.linear
@@ -25,6 +24,7 @@ from minillama.model.kernels.dispatch import (
     is_plain,
     needs_gradient,
 )
+from minillama.model.kernels.weight_gradient import weight_gradient
 
 _FEW_ROWS = (
     64  # with no more of them, copying the weights side by side would cost more than it gains
@@ -78,7 +78,8 @@ class _Linear(torch.autograd.Function):
         grad_x = product(grad, weight.t()) if for_x else None
         grad_weight = None
         if for_weight:
-            grad_weight = grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+            rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+            grad_weight = weight_gradient(*rows)
         return grad_x, grad_weight
 
 
