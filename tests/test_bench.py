@@ -12,7 +12,9 @@ import torch
 
 from minillama import bench
 from minillama.bench import ablation, norms, timing
+from minillama.config import ModelConfig
 from minillama.errors import ConfigError, RunFolderError
+from minillama.model.transformer import Transformer
 
 
 def test_norms_have_a_row_for_each_setting_and_say_what_was_compared() -> None:
@@ -76,6 +78,39 @@ def test_run_prints_a_table_and_writes_json(
     assert "geometric mean" in table
     with pytest.raises(RunFolderError, match="cannot be written"):
         bench.run("norms", str(tmp_path / "no" / "norms.json"))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # x-transformers' use
+def test_the_step_is_compared_with_peers_of_the_same_shape() -> None:
+    from minillama.bench import peers, step
+
+    shape = step.Shape(dim=64, n_layers=2, vocab_size=40, batch=2, length=16, n_heads=2)
+    config = ModelConfig(dim=64, n_layers=2, vocab_size=40, max_seq_len=16, n_heads=2).resolve()
+    count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
+    ours = count(Transformer(config))
+    assert count(peers.hf_llama(config)) == ours
+    assert config.ffn_dim is not None
+    assert count(peers.x_transformer(config)) == ours + 2 * 2 * config.ffn_dim
+    result = step.bench(threads=(1,), shapes=(shape,), rounds=2, seconds=0, compiled=False)
+    assert json.loads(json.dumps(result)) == result
+    (row,) = result["rows"]
+    assert set(row["speedup"]) == {step.EAGER, step.X_TRANSFORMERS}
+    assert set(row["time_ms"]) == {step.OURS, step.PRODUCTS, step.EAGER, step.X_TRANSFORMERS}
+    assert "over x-transformers" in step.show(result)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_a_step_changes_every_weight_of_each_peer() -> None:
+    from minillama.bench import peers
+
+    config = ModelConfig(dim=64, n_layers=1, vocab_size=10, max_seq_len=16, n_heads=2)
+    tokens = torch.arange(34).view(2, 17) % 10
+    llama, other = peers.hf_llama(config), peers.x_transformer(config)
+    steps = [peers.hf_step(llama, llama, tokens), peers.x_step(other, tokens)]
+    for model, step in zip((llama, other), steps, strict=True):
+        before = [p.detach().clone() for p in model.parameters()]
+        step()
+        assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize(("what", "threads"), [("norm", None), ("norms", 0)])

@@ -21,7 +21,7 @@ import torch
 import xllamacpp
 from transformers import GenerationConfig
 
-from minillama.bench.step import hf_llama
+from minillama.bench.peers import hf_llama
 from minillama.bench.timing import load_average, machine, quartiles, table, torch_threads
 from minillama.config import RunConfig, resolve
 from minillama.data.tokenizer import ByteTokenizer

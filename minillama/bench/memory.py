@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from minillama.bench.step import Shape, hf_llama, hf_step, our_step
+from minillama.bench.peers import hf_llama, hf_step
+from minillama.bench.step import Shape, our_step
 from minillama.bench.timing import load_average, machine, table
 from minillama.config import ModelConfig
 from minillama.model.transformer import Transformer

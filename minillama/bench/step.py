@@ -1,8 +1,8 @@
-"""A training step against its own matrix products, and against transformers' Llama.
+"""A training step against its own matrix products, and against others' Llama.
 
 Contenders, of one shape and on one batch: our step as the trainer makes it (zero, loss, backward,
-clip, AdamW), the same of ``LlamaForCausalLM``, eager and compiled, and the model's matrix products
-alone.
+clip, AdamW), the same of transformers' ``LlamaForCausalLM``, eager and compiled, and of
+x-transformers, and the model's matrix products alone.
 
 Shapes: B windows, T positions, N = B·T tokens, D width, F inner width, V vocabulary, H heads, K
 features of a head, L layers.
@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
 
+from minillama.bench.peers import hf_llama, hf_step, x_step, x_transformer
 from minillama.bench.timing import (
     alternate,
     load_average,
@@ -31,7 +31,8 @@ from minillama.model.kernels import linear, weight_gradient
 from minillama.model.transformer import Transformer
 from minillama.training.optim import build_optimizer, clip_gradients
 
-OURS, PRODUCTS, EAGER, COMPILED = "minillama", "its products", "HF eager", "HF compiled"
+OURS, PRODUCTS = "minillama", "its products"
+EAGER, COMPILED, X_TRANSFORMERS = "HF eager", "HF compiled", "x-transformers"
 
 
 class Shape(NamedTuple):
@@ -146,6 +147,7 @@ def _contenders(shape: Shape, *, compiled: bool) -> dict[str, Callable[[], objec
         OURS: our_step(ours, tokens[:, :-1], tokens[:, 1:]),
         PRODUCTS: products(ours, shape),
         EAGER: hf_step(theirs, theirs, tokens),
+        X_TRANSFORMERS: x_step(x_transformer(ours.config), tokens),
     }
     if compiled:
         contenders[COMPILED] = hf_step(theirs, torch.compile(theirs), tokens)
@@ -162,47 +164,6 @@ def our_step(model: Transformer, inputs: Tensor, targets: Tensor) -> Callable[[]
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(model.loss_sums(inputs, targets).objective / count)
         clip_gradients(parameters, optim.grad_clip)
-        optimizer.step()
-
-    return step
-
-
-def hf_llama(config: ModelConfig) -> LlamaForCausalLM:
-    """Return transformers' Llama of the same shape."""
-    config = config.resolve()
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.dim,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads,
-            intermediate_size=config.ffn_dim,
-            max_position_embeddings=config.max_seq_len,
-            tie_word_embeddings=config.tie_embeddings,
-        )
-    )
-
-
-def hf_step(model: LlamaForCausalLM, call: Any, tokens: Tensor) -> Callable[[], object]:
-    """Return what makes one update, with the same AdamW and clipping."""
-    optim = OptimConfig()
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=True,
-    )
-    parameters = list(model.parameters())
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        # As many targets as ours: without shift_labels the last position would have none.
-        call(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False).loss.backward()
-        nn.utils.clip_grad_norm_(parameters, optim.grad_clip)
         optimizer.step()
 
     return step
