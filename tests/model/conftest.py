@@ -9,9 +9,9 @@ from minillama.model.kernels.attention import _load as _load_attention
 from minillama.model.kernels.cross_entropy import _load as _load_cross_entropy
 from minillama.model.kernels.decode import _load as _load_decode
 from minillama.model.kernels.linear import _load as _load_linear
+from minillama.model.kernels.matmul import _load as _load_matmul
 from minillama.model.kernels.stack import _load as _load_stack
 from minillama.model.kernels.swiglu import _load as _load_swiglu
-from minillama.model.kernels.weight_gradient import _load as _load_weight_gradient
 from minillama.model.norms import NORMS
 from minillama.model.placement import PLACEMENTS
 
@@ -31,8 +31,8 @@ def _forget_kernels() -> None:
         _load_decode,
         _load_linear,
         _load_stack,
+        _load_matmul,
         _load_swiglu,
-        _load_weight_gradient,
     ):
         load.cache_clear()
 

@@ -20,8 +20,7 @@ from torch.autograd import forward_ad
 
 from minillama.model.kernels.compiled import load_library
 from minillama.model.kernels.dispatch import is_plain, needs_gradient, threads_for
-from minillama.model.kernels.linear import product
-from minillama.model.kernels.weight_gradient import weight_gradient
+from minillama.model.kernels.matmul import product, weight_gradient
 
 IGNORED = -100
 """A target that does not count."""

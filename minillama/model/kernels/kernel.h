@@ -74,6 +74,8 @@ typedef wide vec __attribute__((vector_size(VECTOR_BYTES)));
 typedef whole ivec __attribute__((vector_size(VECTOR_BYTES)));
 typedef wide unaligned_vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(wide))));
 
+int vector_bytes(void) { return VECTOR_BYTES; }
+
 static inline vec load(const wide *p) { return *(const unaligned_vec *)p; }
 static inline void store(wide *p, vec v) { *(unaligned_vec *)p = v; }
 static inline vec splat(wide w) { return w - (vec){0}; }

@@ -1,9 +1,8 @@
 """x·Wᵀ for one weight, or for several that share x as one product.
 
-training on a CPU      oneDNN's product forward and for x's gradient: on the machines tried
-                       8 to 15 % faster than torch's own; for W's, weight_gradient.py
+training on a CPU      the products of matmul.py
 decoding on a CPU      the C kernel for up to 64 rows: it reads weights as fast as the memory gives
-                       them, and takes half of oneDNN's time for 16 rows, 0.7 for 64; oneDNN beyond
+                       them, and takes half of oneDNN's time for 16 rows, 0.7 for 64
 elsewhere              F.linear
 """
 
@@ -24,7 +23,7 @@ from minillama.model.kernels.dispatch import (
     is_plain,
     needs_gradient,
 )
-from minillama.model.kernels.weight_gradient import weight_gradient
+from minillama.model.kernels.matmul import product, weight_gradient
 
 _FEW_ROWS = (
     64  # with no more of them, copying the weights side by side would cost more than it gains
@@ -84,24 +83,6 @@ class _Linear(torch.autograd.Function):
 
 
 _apply: Any = _Linear.apply
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x·Wᵀ by oneDNN where it can be used; no gradient is recorded."""
-    if _onednn is None or x.dtype is not torch.float32 or not is_plain(x, weight) or not x.numel():
-        return F.linear(x, weight)
-    return cast(Tensor, _onednn(x, weight, None, "none", [], ""))
-
-
-def _find_onednn() -> Any:
-    """Return torch's operator for a product by oneDNN, which torch.compile uses; None: not here."""
-    try:
-        return torch.ops.mkldnn._linear_pointwise.default
-    except AttributeError:
-        return None
-
-
-_onednn: Any = _find_onednn() if torch._C._has_mkldnn else None
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""dyᵀ·x against float64, at the sizes that tiles leave over."""
+"""The products against float64, at the sizes that tiles leave over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minillama.model.kernels import weight_gradient
-from minillama.model.kernels.weight_gradient import _load
+from minillama.model.kernels.matmul import _load, product
 
 
 def tensor(*shape: int, seed: int = 0) -> Tensor:
@@ -37,6 +37,23 @@ def test_every_size_of_tile(kernels: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(
                 into.double(), before.double() + true, rtol=tolerance, atol=tolerance
             )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_size_of_tile_of_the_other_two(kernels: str, transposed: bool) -> None:
+    for n in (*range(1, 8), 12, 17):
+        for n_out in (*range(1, 18), 31, 32, 48, 63, 64, 65, 80, 130):
+            for n_in in (1, 5, 300):
+                x = tensor(n, n_in).float()
+                weight = tensor(n_in, n_out, seed=1).float() if transposed else None
+                weight = tensor(n_out, n_in, seed=1).float() if weight is None else weight.t()
+                true = (x.double()[:, None] * weight.double()).sum(-1)
+                torch.testing.assert_close(product(x, weight).double(), true, rtol=1e-4, atol=1e-4)
+    x = tensor(2, 3, 1, 20).float()[:, :, :, ::2]
+    weight = tensor(7, 10, seed=1).float()
+    torch.testing.assert_close(product(x, weight), x @ weight.t())
+    with pytest.raises(RuntimeError):
+        product(x, weight[:, :9])
 
 
 @pytest.mark.parametrize("n", [0, 1, 255, 256, 257, 1000])
@@ -77,11 +94,13 @@ def test_any_number_of_threads_gives_the_same_bits(
     if kernels == "plain" or _load(torch.float32) is None:
         pytest.skip("torch promises no order of its sums")
     grad, x = tensor(700, 95).float(), tensor(700, 77, seed=1).float()
+    weight = tensor(95, 77, seed=2).float()
     found = []
     for n in (1, 1, 2, 3, 5):
         threads(n)
-        found.append(weight_gradient(grad, x))
-    assert all(torch.equal(each, found[0]) for each in found)
+        found.append([weight_gradient(grad, x), product(x, weight), product(grad, weight.t())])
+    for each in found[1:]:
+        assert all(map(torch.equal, each, found[0]))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
