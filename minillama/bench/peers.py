@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from loguru import logger
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from x_transformers import Decoder, TransformerWrapper
 
 from minillama.config import ModelConfig, OptimConfig
+
+logger.disable("x_transformers")  # which has advice on the shape that it is given
 
 
 def hf_llama(config: ModelConfig) -> LlamaForCausalLM:
