@@ -29,13 +29,15 @@ typedef struct {
     const wide *qkv, *cos, *sin, *y, *dy;
     wide *out, *log_sum, *dqkv; /* log_sum: of exp of each query's row of S, (B, H, T) */
     long heads, groups, length, dim;
-    atomic_int *failed;
+    wide *rooms; /* one for each thread, of room_size numbers */
+    long room_size;
+    int threads;
 } job_t;
 
 static inline void copy(const wide *restrict x, wide *restrict y, long dim) {
     long c = 0;
     for (; c + LANES <= dim; c += LANES) store(y + c, load(x + c));
-    for (; c < dim; c++) y[c] = x[c];
+    if (c < dim) memcpy(y + c, x + c, (size_t)(dim - c) * sizeof(wide));
 }
 
 /* Heads of one position lie among all others': no hardware foresees where the next row is. */
@@ -43,22 +45,29 @@ static inline void ask_for(const wide *row, long dim) {
     for (long c = 0; c < dim; c += LANES) __builtin_prefetch(row + c);
 }
 
-/* S[r][j] = sum over c of q[r][c] kt[c][j], for whole blocks of j below `columns`. */
+/* S[r][j] = sum over c of q[r][c] kt[c][j], for whole vectors of j below `columns`. */
+static inline void scores_of(const wide *restrict q, long q_stride, const wide *restrict kt,
+                             long kt_stride, wide *restrict s, long s_stride, long dim, int block) {
+    vec sum[ROWS][BLOCK];
+    for (int r = 0; r < ROWS; r++)
+        for (int b = 0; b < block; b++) sum[r][b] = splat(0);
+    for (long c = 0; c < dim; c++) {
+        vec k[BLOCK];
+        for (int b = 0; b < block; b++) k[b] = load(kt + c * kt_stride + b * LANES);
+        for (int r = 0; r < ROWS; r++)
+            for (int b = 0; b < block; b++) sum[r][b] += q[r * q_stride + c] * k[b];
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int b = 0; b < block; b++) store(s + r * s_stride + b * LANES, sum[r][b]);
+}
+
 static inline void scores(const wide *restrict q, long q_stride, const wide *restrict kt,
                           long kt_stride, wide *restrict s, long s_stride, long dim, long columns) {
-    for (long j = 0; j < columns; j += BLOCK * LANES) {
-        vec sum[ROWS][BLOCK];
-        for (int r = 0; r < ROWS; r++)
-            for (int b = 0; b < BLOCK; b++) sum[r][b] = splat(0);
-        for (long c = 0; c < dim; c++) {
-            vec k[BLOCK];
-            for (int b = 0; b < BLOCK; b++) k[b] = load(kt + c * kt_stride + j + b * LANES);
-            for (int r = 0; r < ROWS; r++)
-                for (int b = 0; b < BLOCK; b++) sum[r][b] += q[r * q_stride + c] * k[b];
-        }
-        for (int r = 0; r < ROWS; r++)
-            for (int b = 0; b < BLOCK; b++) store(s + r * s_stride + j + b * LANES, sum[r][b]);
-    }
+    long j = 0;
+    for (; j + BLOCK * LANES <= columns; j += BLOCK * LANES)
+        scores_of(q, q_stride, kt + j, kt_stride, s + j, s_stride, dim, BLOCK);
+    for (; j < columns; j += LANES)
+        scores_of(q, q_stride, kt + j, kt_stride, s + j, s_stride, dim, 1);
 }
 
 /* y[r][c] = sum over j < rows of p[r][j] v[j][c], c in whole vectors. */
@@ -93,48 +102,54 @@ static inline void spread(const wide *restrict p, long p_stride, const wide *res
     }
 }
 
-/* y[c][t] = x[t][c] */
+/* y[c][t] = x[t][c], a few rows at once: what compilers make of more, gathers, is slower */
 static inline void transpose(const wide *restrict x, long x_stride, wide *restrict y, long y_stride,
                              long rows, long columns) {
-    for (long t = 0; t < rows; t += LANES) {
-        long end = t + LANES < rows ? t + LANES : rows;
-        for (long c = 0; c < columns; c++)
-            for (long i = t; i < end; i++) y[c * y_stride + i] = x[i * x_stride + c];
-    }
+    long t = 0;
+    for (; t + FEW <= rows; t += FEW, x += FEW * x_stride)
+        for (long c = 0; c < columns; c++) {
+            vec16 v;
+            for (int i = 0; i < FEW; i++) v[i] = x[i * x_stride + c];
+            *(unaligned_vec16 *)(y + c * y_stride + t) = v;
+        }
+    for (; t < rows; t++, x += x_stride)
+        for (long c = 0; c < columns; c++) y[c * y_stride + t] = x[c];
 }
 
-/* Memory of one unit, in wides: sizes are rounded up to whole vectors, which begin as zeros. */
+/* Memory of one unit: sizes are rounded up to whole vectors, which begin as zeros. */
 typedef struct {
     wide *kt, *vt, *k, *v, *dk, *dv; /* (dim, columns), (rows, width) */
     wide *q, *dy, *acc, *s, *ds;     /* ROWS x width, ROWS x columns */
     long rows, columns, width;
-    void *memory;
 } room_t;
 
-static room_t make_room(const job_t *job, int backward) {
-    room_t m = {0};
-    m.rows = round_up(job->length, ROWS);
-    m.columns = round_up(m.rows, BLOCK * LANES);
-    m.width = round_up(job->dim, LANES);
-    long t = job->dim * m.columns, n = m.rows * m.width, few = ROWS * m.width;
-    long total = t + 2 * n + 2 * few + ROWS * m.columns + 2 * LANES;
-    if (backward) total += t + n + few + ROWS * m.columns;
-    wide *p = m.memory = calloc((size_t)total, sizeof(wide));
-    if (!p) return m;
-    p = (wide *)(((uintptr_t)p + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES);
-    m.kt = p, p += t;
-    m.k = p, p += n;
-    m.v = p, p += n;
-    m.q = p, p += few;
-    m.acc = p, p += few;
-    m.s = p, p += ROWS * m.columns;
+/* Lays a room out from `start` on, and tells how many numbers it takes. */
+static long lay_out(room_t *m, const job_t *job, int backward, wide *start) {
+    m->rows = round_up(job->length, ROWS);
+    m->columns = round_up(m->rows, LANES);
+    m->width = round_up(job->dim, LANES);
+    const long t = job->dim * m->columns, n = m->rows * m->width, few = ROWS * m->width;
+    wide *p = start;
+    m->kt = p, p += t;
+    m->k = p, p += n;
+    m->v = p, p += n;
+    m->q = p, p += few;
+    m->acc = p, p += few;
+    m->s = p, p += ROWS * m->columns;
     if (backward) {
-        m.vt = p, p += t;
-        m.dk = p, p += n;
-        m.dv = m.v; /* v itself is not needed, only vt */
-        m.dy = p, p += few;
-        m.ds = p;
+        m->vt = p, p += t;
+        m->dk = p, p += n;
+        m->dv = m->v; /* v itself is not needed, only vt */
+        m->dy = p, p += few;
+        m->ds = p, p += ROWS * m->columns;
     }
+    return p - start;
+}
+
+static room_t make_room(const job_t *job, int backward) {
+    room_t m;
+    wide *start = job->rooms + thread_of(job->threads) * job->room_size;
+    memset(start, 0, (size_t)lay_out(&m, job, backward, start) * sizeof(wide));
     return m;
 }
 
@@ -145,11 +160,7 @@ static void forward_unit(const void *argument, long unit) {
     const long stride = (job->heads + 2 * job->groups) * dim; /* of one position */
     const wide *qkv = job->qkv + batch * length * stride;
     const wide scale = 1 / sqrt((wide)dim);
-    room_t m = make_room(job, 0);
-    if (!m.memory) {
-        atomic_store(job->failed, 1);
-        return;
-    }
+    const room_t m = make_room(job, 0);
     for (long t = 0; t < length; t++) {
         const wide *k = qkv + t * stride + (job->heads + kv) * dim;
         ask_for(k + AHEAD * stride, dim);
@@ -168,7 +179,7 @@ static void forward_unit(const void *argument, long unit) {
                      job->sin + t * dim / 2, dim, 1, scale);
             }
             long seen = first + ROWS, columns = round_up(seen, LANES);
-            scores(m.q, m.width, m.kt, m.columns, m.s, m.columns, dim, round_up(seen, BLOCK * LANES));
+            scores(m.q, m.width, m.kt, m.columns, m.s, m.columns, dim, columns);
             wide sum[ROWS];
             for (long r = 0; r < rows; r++) {
                 wide *s = m.s + r * m.columns;
@@ -195,7 +206,6 @@ static void forward_unit(const void *argument, long unit) {
                 for (; c < dim; c++) y[c] = acc[c] * over;
             }
         }
-    free(m.memory);
 }
 
 static void backward_unit(const void *argument, long unit) {
@@ -206,11 +216,7 @@ static void backward_unit(const void *argument, long unit) {
     const wide *qkv = job->qkv + batch * length * stride;
     wide *dqkv = job->dqkv + batch * length * stride;
     const wide scale = 1 / sqrt((wide)dim);
-    room_t m = make_room(job, 1);
-    if (!m.memory) {
-        atomic_store(job->failed, 1);
-        return;
-    }
+    const room_t m = make_room(job, 1);
     for (long t = 0; t < length; t++) {
         const wide *k = qkv + t * stride + (job->heads + kv) * dim;
         ask_for(k + AHEAD * stride, dim);
@@ -244,9 +250,8 @@ static void backward_unit(const void *argument, long unit) {
                 log_sum[r] = job->log_sum[(batch * job->heads + head) * length + t];
             }
             long seen = first + ROWS, columns = round_up(seen, LANES);
-            long blocks = round_up(seen, BLOCK * LANES);
-            scores(m.q, m.width, m.kt, m.columns, m.s, m.columns, dim, blocks);
-            scores(m.dy, m.width, m.vt, m.columns, m.ds, m.columns, dim, blocks);
+            scores(m.q, m.width, m.kt, m.columns, m.s, m.columns, dim, columns);
+            scores(m.dy, m.width, m.vt, m.columns, m.ds, m.columns, dim, columns);
             for (long r = 0; r < ROWS; r++) {
                 wide *s = m.s + r * m.columns, *ds = m.ds + r * m.columns;
                 for (long j = first + r + 1; j < columns; j++) s[j] = -INFINITY;
@@ -271,26 +276,34 @@ static void backward_unit(const void *argument, long unit) {
         turn(m.dk + t * m.width, dk, job->cos + t * dim / 2, job->sin + t * dim / 2, dim, -1, 1);
         copy(m.dv + t * m.width, dk + job->groups * dim, dim);
     }
-    free(m.memory);
 }
 
-/* Both return 0, or -1 if there is no memory.  log_sum may be NULL in forward. */
+/* Returns 0, or -1 if there is no memory. */
+static int run(void (*work)(const void *, long), job_t job, long batch, int backward, int threads) {
+    const long units = batch * job.groups;
+    room_t m;
+    job.threads = threads_of(units, threads);
+    job.room_size = round_up(lay_out(&m, &job, backward, NULL), LANES);
+    wide *memory = malloc((size_t)(job.threads * job.room_size + LANES) * sizeof(wide));
+    if (!memory) return -1;
+    job.rooms = (wide *)(((uintptr_t)memory + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES);
+    for_units(work, &job, units, threads);
+    free(memory);
+    return 0;
+}
+
+/* log_sum may be NULL. */
 int attention_forward(const wide *qkv, const wide *cos, const wide *sin, wide *y, wide *log_sum,
                       long batch, long length, long heads, long groups, long dim, int threads) {
-    atomic_int failed = 0;
     job_t job = {.qkv = qkv, .cos = cos, .sin = sin, .out = y, .log_sum = log_sum, .heads = heads,
-                 .groups = groups, .length = length, .dim = dim, .failed = &failed};
-    for_units(forward_unit, &job, batch * groups, threads);
-    return -atomic_load(&failed);
+                 .groups = groups, .length = length, .dim = dim};
+    return run(forward_unit, job, batch, 0, threads);
 }
 
 int attention_backward(const wide *dy, const wide *qkv, const wide *cos, const wide *sin,
                        const wide *y, const wide *log_sum, wide *dqkv, long batch, long length,
                        long heads, long groups, long dim, int threads) {
-    atomic_int failed = 0;
     job_t job = {.qkv = qkv, .cos = cos, .sin = sin, .y = y, .dy = dy, .log_sum = (wide *)log_sum,
-                 .dqkv = dqkv, .heads = heads, .groups = groups, .length = length, .dim = dim,
-                 .failed = &failed};
-    for_units(backward_unit, &job, batch * groups, threads);
-    return -atomic_load(&failed);
+                 .dqkv = dqkv, .heads = heads, .groups = groups, .length = length, .dim = dim};
+    return run(backward_unit, job, batch, 1, threads);
 }

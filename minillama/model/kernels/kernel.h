@@ -95,7 +95,9 @@ static inline void store_some(wide *p, vec v, long n) {
 static inline long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 /* Halves are added, down to 16 bytes: so lanes meet in registers, in an order that is fixed. */
+#define FEW ((int)(16 / sizeof(wide)))
 typedef wide vec16 __attribute__((vector_size(16)));
+typedef wide unaligned_vec16 __attribute__((vector_size(16), aligned(sizeof(wide))));
 
 static inline wide sum_of(vec v) {
 #if VECTOR_BYTES == 16
@@ -118,8 +120,13 @@ static inline wide sum_of(vec v) {
     vec16 last = last32.half[0] + last32.half[1];
 #endif
     wide total = last[0] + last[1];
-    for (size_t j = 2; j < 16 / sizeof(wide); j += 2) total += last[j] + last[j + 1];
+    for (int j = 2; j < FEW; j += 2) total += last[j] + last[j + 1];
     return total;
+}
+
+static inline vec vec_max(vec a, vec b) {
+    ivec bigger = a > b;
+    return (vec)((bigger & (ivec)a) | (~bigger & (ivec)b));
 }
 
 static inline wide max_of(vec v) {
@@ -131,11 +138,6 @@ static inline wide max_of(vec v) {
     return lane[0];
 }
 
-static inline vec vec_max(vec a, vec b) {
-    ivec bigger = a > b;
-    return (vec)((bigger & (ivec)a) | (~bigger & (ivec)b));
-}
-
 static const double taylor[] = { /* 1 / n! */
     1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320,
     1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800.0};
@@ -144,11 +146,10 @@ static const double taylor[] = { /* 1 / n! */
  * e^f by Taylor, times 2^k through the exponent's bits.  NaN gives NaN. */
 static inline vec vec_exp(vec x) {
     const wide to_whole = (wide)3 * ((whole)1 << (MANTISSA_BITS - 1)); /* adding it rounds */
-    ivec low = x < LOWEST;
-    vec clamped = (vec)((low & (ivec)splat(LOWEST)) | (~low & (ivec)x));
-    vec shifted = clamped * (wide)1.44269504088896340736 + to_whole;
+    ivec low = x < LOWEST; /* what is computed for these, minus infinity among them, is not kept */
+    vec shifted = x * (wide)1.44269504088896340736 + to_whole;
     vec k = shifted - to_whole;
-    vec f = clamped - k * LN2_HIGH - k * LN2_LOW;
+    vec f = x - k * LN2_HIGH - k * LN2_LOW;
     vec y = splat((wide)taylor[EXP_TERMS - 1]);
     for (int n = EXP_TERMS - 2; n >= 0; n--) y = y * f + (wide)taylor[n];
     ivec power = ((ivec)shifted - (ivec)splat(to_whole) + EXPONENT_BIAS) << MANTISSA_BITS;
