@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -391,7 +392,11 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
 
 
 def _recorded(options: Namespace) -> str:
-    """Run a command so that torchrun's report shows the error of the process that failed first."""
+    """Run a command so that torchrun's report shows the error of the process that failed first.
+
+    As soon as one process has left, torchrun sends the others SIGTERM; one that is leaving with an
+    error of its own, or of all, keeps its exit status.
+    """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     handler = get_error_handler()
@@ -399,8 +404,10 @@ def _recorded(options: Namespace) -> str:
     try:
         answer: str = options.run(options)
     except OtherRankError:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise
     except MinillamaError as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             raise error.with_traceback(None) from None  # the user's fault is in the line alone
         except MinillamaError:

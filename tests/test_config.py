@@ -14,13 +14,13 @@ from minillama.config import (
     OWNED_BY_KIND,
     ModelConfig,
     RunConfig,
-    advice,
     json_schema,
     load_config,
     resolve,
     to_yaml,
 )
 from minillama.errors import ConfigError
+from minillama.model_config import advice
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

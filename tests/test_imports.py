@@ -17,6 +17,7 @@ LAYERS = [
     ("reading", "plugins"),
     ("fields",),
     ("norm_config",),
+    ("model_config",),
     ("config",),
     ("ablation_config",),
     ("model", "data"),

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from minillama.training.spikes import SPIKE_SIGMAS, SPIKE_WINDOW
+
 Floats = NDArray[np.float64]
 
-SPIKE_SIGMAS = 6.0
-SPIKE_WINDOW = 128
 BASIN_DEPTH = 0.1
 """Nats above the best loss that still count as inside the basin."""
 _CHUNK = 4096  # rows of a window's view that are reduced at once: bounds memory, not the result

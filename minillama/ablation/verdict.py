@@ -6,10 +6,11 @@ All text here is plain; whoever puts it on a page escapes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from minillama.ablation.analysis import ArmResult, Comparison
+from minillama.ablation.names import short_names
 from minillama.ablation.results import Results, Run
 from minillama.ablation.statistics import MIN_PAIRS_FOR_SIGN_FLIP
 
@@ -18,6 +19,8 @@ FAILED = ("diverged", "collapsed")
 PROTOCOL_LRS = 6
 PROTOCOL_SEEDS = 3
 PROTOCOL_BEST_SEEDS = 5
+MOST_NAMED = 5
+"""So many arms are named in the headline; the findings below it name all."""
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -40,6 +43,13 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
+def some(words: Sequence[str]) -> str:
+    """Join the first words, and say how many more there are where they would be a wall of text."""
+    if len(words) <= MOST_NAMED:
+        return listed(words)
+    return f"{', '.join(words[:MOST_NAMED])} and {len(words) - MOST_NAMED} more"
+
+
 def listed(words: Iterable[str]) -> str:
     """Join words as prose does."""
     *most, last = list(words)
@@ -53,16 +63,17 @@ def headline(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[
     """Say the whole in a sentence, and in a second one which arms failed, if any did."""
     if not results.is_ablation:
         return _of_one_run(results.runs[0])
-    failed = [
-        f"{arm.name} ({sum(arm.fates[fate] for fate in FAILED)} of {len(arm.runs)})"
-        for arm in arms
-        if any(arm.fates[fate] for fate in FAILED)
-    ]
-    text = _of_losses(results, comparisons)
-    return f"{text} Runs failed in {listed(failed)}." if failed else text
+    short = short_names([arm.name for arm in arms])
+    counts = [(sum(arm.fates[fate] for fate in FAILED), len(arm.runs), arm) for arm in arms]
+    counts = sorted((c for c in counts if c[0]), key=lambda c: c[0] / c[1], reverse=True)
+    failed = [f"{short[arm.name]} ({n} of {n_runs})" for n, n_runs, arm in counts]
+    text = _of_losses(results, comparisons, short)
+    return f"{text} Runs failed in {some(failed)}." if failed else text
 
 
-def _of_losses(results: Results, comparisons: Sequence[Comparison]) -> str:
+def _of_losses(
+    results: Results, comparisons: Sequence[Comparison], short: Mapping[str, str]
+) -> str:
     if not any(run.ended for run in results.runs):
         return "No run has ended yet: there is nothing to say."
     if len(results.arms) == 1:
@@ -74,14 +85,15 @@ def _of_losses(results: Results, comparisons: Sequence[Comparison]) -> str:
     apart = [c for c in comparisons if c.p_holm < ALPHA]
     same = [c for c in comparisons if c.same_holm < ALPHA]
     if not apart and len(same) == len(comparisons):
-        arms_named = listed(c.arm for c in comparisons)
+        arms_named = some([short[c.arm] for c in comparisons])
         return f"As good as its baseline within ±{results.margin:g} nats: {arms_named}."
     if not apart:
         return "Not separable: with these seeds no arm's best loss can be told from its baseline's."
-    lower = [c.arm for c in apart if c.mean < 0]
-    higher = [c.arm for c in apart if c.mean > 0]
-    parts = [f"lower loss than its baseline: {listed(lower)}"] if lower else []
-    parts += [f"higher loss than its baseline: {listed(higher)}"] if higher else []
+    by_size = sorted(apart, key=lambda c: abs(c.mean), reverse=True)
+    lower = [short[c.arm] for c in by_size if c.mean < 0]
+    higher = [short[c.arm] for c in by_size if c.mean > 0]
+    parts = [f"lower loss than its baseline: {some(lower)}"] if lower else []
+    parts += [f"higher loss than its baseline: {some(higher)}"] if higher else []
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]} (each at its own best learning rate)."
 

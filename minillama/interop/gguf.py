@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minillama import __version__
 from minillama.checkpoint_folders import resolve_checkpoint
-from minillama.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RunConfig
+from minillama.config import RunConfig
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import ConfigError
 from minillama.interop.architectures import Architecture, architecture_of, weight_names
@@ -24,6 +24,7 @@ from minillama.interop.arrivals import claim
 from minillama.interop.hf_tokenizer import SPECIAL_NAMES, byte_pieces, exportable_pieces
 from minillama.interop.pieces import Kind
 from minillama.model.rope import inverse_frequencies
+from minillama.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from minillama.training.checkpoint import load_checkpoint
 from minillama.training.durable import writing
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from minillama.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from minillama.errors import CheckpointError, ConfigError, Fault
 from minillama.interop.architectures import ARCHITECTURES, DEFAULTS, Architecture, norm_section
+from minillama.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from minillama.reading import check
 
 MODEL_FIELDS: tuple[tuple[str, str], ...] = (

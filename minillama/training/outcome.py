@@ -16,7 +16,7 @@ import torch
 import minillama
 from minillama import launch
 from minillama.config import RunConfig
-from minillama.training.stability import SPIKE_WINDOW, is_spike
+from minillama.training.spikes import SPIKE_WINDOW, is_spike
 
 Fate = Literal["ok", "diverged", "collapsed"]
 

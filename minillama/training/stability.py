@@ -1,4 +1,4 @@
-"""Numbers that run away: which update is made, what counts as a spike, what to advise.
+"""Numbers that run away: which update is made, and what to advise.
 
     loss, gradient norm     on_nonfinite = stop    skip                     run_on
     both finite             make                   make                     make
@@ -14,23 +14,14 @@ scaler then mends; so it never stops a run at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from minillama.config import RunConfig, TrainConfig
 from minillama.errors import DataError
-
-SPIKE_SIGMAS = 6.0
-SPIKE_WINDOW = 128
-"""A loss above mean + SPIKE_SIGMAS · σ of the SPIKE_WINDOW finite losses before it is a spike."""
-
-FEWEST_BEFORE_A_SPIKE = 16
-"""A running count cannot wait for a full window as the report's ``spike_score`` does."""
 
 Verdict = Literal["make", "skip", "stop"]
 
@@ -45,14 +36,6 @@ def verdict(train: TrainConfig, loss: float, grad_norm: float, skipped_in_a_row:
     if train.on_nonfinite == "skip" or (scaled and math.isfinite(loss)):
         return "skip" if skipped_in_a_row < train.max_skips else "stop"
     return "stop"
-
-
-def is_spike(loss: float, before: Sequence[float]) -> bool:
-    """Tell whether a finite ``loss`` stands out from the finite losses just ``before`` it."""
-    if len(before) < FEWEST_BEFORE_A_SPIKE or not math.isfinite(loss):
-        return False
-    values = np.asarray(before, dtype=np.float64)
-    return loss > float(values.mean() + SPIKE_SIGMAS * values.std())
 
 
 def lost_weight(model: nn.Module) -> str | None:

@@ -20,10 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import asdict
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,27 +29,26 @@ from torch import Tensor
 
 from minillama import launch
 from minillama.checkpoint_folders import step_of
-from minillama.config import RunConfig, advice, resolve
+from minillama.config import RunConfig, resolve
 from minillama.data.batches import Batches
 from minillama.data.prepare import Prepared, prepare
-from minillama.errors import ConfigError, DivergedError, InterruptedRunError
+from minillama.errors import DivergedError, InterruptedRunError
 from minillama.evaluate import evaluate
 from minillama.model.kernels import IGNORED
 from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.model_config import advice
 from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.training.bar import progress_bar, shown
 from minillama.training.checkpoint import (
-    Resumed,
     hash_tensors,
     initialise_from,
     read_for_resume,
-    save_checkpoint,
 )
 from minillama.training.device import describe_device
 from minillama.training.interrupt import StopSignal
 from minillama.training.join import join
-from minillama.training.loggers import Line, Logger, build_loggers, check_loggers, cut_metrics
-from minillama.training.optim import build_optimizer
+from minillama.training.journal import Journal
+from minillama.training.loggers import Line, check_loggers
 from minillama.training.outcome import Progress, fate, summarise
 from minillama.training.probes import StepProbe
 from minillama.training.profile import TRACE, StepClock
@@ -61,6 +57,7 @@ from minillama.training.run_folder import RunFolder, check_resumable
 from minillama.training.sampling import write_sample
 from minillama.training.schedule import learning_rate
 from minillama.training.stability import check_ids, lost_weight, remedies, verdict
+from minillama.training.state import RunState
 
 _log = logging.getLogger("minillama")
 
@@ -141,7 +138,8 @@ def _set_up(
     )
     trainer = Trainer(config, model, batches, prepared, folder, ranks)
     if resumed is not None:
-        trainer.restore(resumed)
+        trainer.state.restore(resumed)
+        _log.info("%s: going on after step %d", folder.path, trainer.progress.step)
     else:
         if resume:
             _log.info("%s holds no checkpoint to go on from; starting anew", folder.path)
@@ -177,9 +175,7 @@ class Trainer:
         self.ranks = ranks or Ranks(model.embed.weight.device)
         self.device = self.ranks.device
         model.recompute = config.train.recompute
-        self.progress = Progress()
-        self._loggers: list[Logger] = []
-        self._since_logged = [0, 0.0]  # tokens, seconds
+        self.journal = Journal(folder, silent=not self.ranks.is_main)
         self._ticked = time.perf_counter()
         norms = {n: p for n, p in model.named_parameters() if is_norm_parameter(n)}
         matrices = {n: p for n, p in model.named_parameters() if n not in norms and p.ndim > 1}
@@ -195,10 +191,14 @@ class Trainer:
         }
         self._loss_sums = self.ranks.wrap(model, config.train.compile)
         self.parameters = list(model.parameters())
-        self.optimizer = build_optimizer(model, config.optim)
+        self.state = RunState(config, model, prepared, folder, self.ranks)
+        self.optimizer, self.scaler = self.state.optimizer, self.state.scaler
         self.clock = StepClock(config.train.profile if self.ranks.is_main else 0, self.device)
-        scaled = config.train.dtype == "float16"
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return self.state.progress
 
     # ------------------------------------------------------------------------------------ the loop
 
@@ -214,8 +214,8 @@ class Trainer:
         with ExitStack() as stack:
             self._ticked = time.perf_counter()
             with self.ranks.together():
-                self._begin()
-            stack.callback(self._close_loggers)
+                self.journal.begin(config, progress.step)
+            stack.callback(self.journal.close)
             stop = stack.enter_context(self.ranks.stop_signal())
             bar = stack.enter_context(
                 progress_bar(config, progress.step, show and self.ranks.is_main)
@@ -232,13 +232,6 @@ class Trainer:
         if self.ranks.is_main and (told := self.clock.told()):
             _log.info("%s: %s", config.name, told)
         return self._finish()
-
-    def _begin(self) -> None:
-        if self.ranks.is_main:
-            with self.folder.writing():
-                self.folder.begin(self.config)
-                loggers = build_loggers(self.config.loggers, self.folder.path, self.progress.step)
-                self._loggers = loggers
 
     def _train_step(self) -> Line:
         """Make one update, or skip it, and log it.
@@ -275,6 +268,8 @@ class Trainer:
                 self.scaler.step(self.optimizer)
         self.scaler.update()
         spike = what != "stop" and progress.stepped(loss, count, skipped=what == "skip")
+        seconds = time.perf_counter() - started
+        progress.training_seconds += seconds
         line = {
             "step": step,
             "loss": loss,
@@ -282,7 +277,7 @@ class Trainer:
             "grad_norm": norm,
             "clipped": 0 < config.optim.grad_clip < norm,
             "tokens": progress.tokens,
-            "tokens_per_s": self._speed(count, time.perf_counter() - started),
+            "tokens_per_s": self.journal.speed(count, seconds),
         }
         line |= {"skipped": progress.skipped} if what == "skip" else {}
         line |= {"spike": True} if spike else {}
@@ -290,12 +285,12 @@ class Trainer:
         if what == "stop" or (due and what == "make"):
             progress.logged(loss)
         if due or what != "make" or spike:
-            self._write(line)
-            self._since_logged = [0, 0.0]
+            self.journal.write(line)
+            self.journal.restart_speed()
         if what == "stop":
             self._diverged_at(step, loss)
         if probe is not None:
-            self._write({"step": step, "probe": probe.after_update()})
+            self.journal.write({"step": step, "probe": probe.after_update()})
         return line
 
     def _accumulate(self, inputs_BT: Tensor, targets_BT: Tensor, count: int) -> float:
@@ -333,10 +328,13 @@ class Trainer:
                 best = self._validate(stop)
         save_due = step == train.steps or (train.save_every and step % train.save_every == 0)
         if stop.requested or best or (step and save_due):
-            self._save()
+            if lost := self._lost_weight():
+                self._diverged(f"{lost} is not finite after step {step}")
+            self._tick()
+            self.state.save(self.journal)
         if stop.requested:
             self._tick()
-            self._write_summary(self._summary(None))
+            self.journal.summarise(self._summary(None))
             raise launch.alike(
                 InterruptedRunError(
                     f"stopped after step {step} of {train.steps} and saved; go on with: "
@@ -364,7 +362,7 @@ class Trainer:
             )
         self.progress.validation_seconds += time.perf_counter() - started
         best = self.progress.validated(result)
-        self._write(
+        self.journal.write(
             {
                 "step": self.progress.step,
                 "val_loss": result["loss"],
@@ -391,80 +389,8 @@ class Trainer:
             start = max(start, math.log(self.config.model.vocab_size))
         judged = fate(progress.val_loss, start, self.prepared.meta.unigram_entropy)
         summary = self._summary(judged, sample)
-        self._write_summary(summary)
+        self.journal.summarise(summary)
         return summary
-
-    # --------------------------------------------------------------------------- save and go on
-
-    def _save(self) -> None:
-        """Write a checkpoint of this step, or only set the links if it is there."""
-        ranks, progress = self.ranks, self.progress
-        if lost := self._lost_weight():
-            self._diverged(f"{lost} is not finite after step {progress.step}")
-        self._tick()
-        write_shards = partial(ranks.write_shards, self.optimizer)
-        with ranks.together():
-            new = ranks.from_main(not self.folder.holds(progress.step))
-            weights = ranks.weights(self.model) if new else {}
-            if not ranks.is_main:
-                if new:
-                    write_shards(None)
-                return
-            tokenizer, state = self.prepared.tokenizer, self._state()
-            with self.folder.writing():
-                for logger in self._loggers:
-                    logger.sync()
-                self.folder.save(
-                    progress.step,
-                    progress.best_step,
-                    self.config.train.keep_last,
-                    lambda path: save_checkpoint(
-                        path, weights, tokenizer, self.config, state, write_shards
-                    ),
-                )
-
-    def _state(self) -> dict[str, Any]:
-        cuda = self.device.type == "cuda"
-        return {
-            "progress": asdict(self.progress),
-            **self.ranks.optimizer_state(self.optimizer),
-            "scaler": self.scaler.state_dict(),
-            "data_sha256": self.prepared.meta.data_sha256,
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None,
-        }
-
-    def restore(self, resumed: Resumed) -> None:
-        """Put the run where a checkpoint left it, and cut metrics.jsonl back to there.
-
-        Raises:
-            CheckpointError: its weights do not fit the model.
-            ConfigError: the text has changed since.
-        """
-        state = resumed.state
-        if state["data_sha256"] != self.prepared.meta.data_sha256:
-            raise ConfigError(
-                f"{self.folder.path} cannot be resumed: data.source no longer gives the text that "
-                "the run began with; restore it, or start anew with --overwrite"
-            )
-        self.ranks.load_weights(self.model, resumed.weights, resumed.folder)
-        self.ranks.load_optimizer(self.optimizer, state, resumed.folder)
-        if state.get("scaler"):
-            self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
-        self.progress = progress = Progress(**state["progress"])
-        if self.ranks.is_main:
-            with self.folder.writing():
-                self.folder.link(progress.step, progress.best_step)
-                cut_metrics(self.folder.metrics, self._happened)
-        _log.info("%s: going on after step %d", self.folder.path, progress.step)
-
-    def _happened(self, line: Line) -> bool:
-        """Tell whether a line of metrics.jsonl was written before the state that was restored."""
-        last = self.progress.evaluated_step if "val_loss" in line else self.progress.step
-        return bool(line["step"] <= last)
 
     # -------------------------------------------------------------------------------- small things
 
@@ -485,7 +411,7 @@ class Trainer:
 
     def _diverged(self, what: str) -> NoReturn:
         self._tick()
-        self._write_summary(self._summary("diverged"))
+        self.journal.summarise(self._summary("diverged"))
         raise launch.alike(
             DivergedError(
                 f"training diverged: {what}; last good checkpoint: "
@@ -496,32 +422,10 @@ class Trainer:
     def _summary(self, judged: Any, sample: str | None = None) -> dict[str, Any]:
         return summarise(self.config, self.progress, self.facts, fate=judged, sample=sample)
 
-    def _write_summary(self, summary: Mapping[str, Any]) -> None:
-        if self.ranks.is_main:
-            with self.folder.writing():
-                self.folder.write_summary(summary)
-
-    def _write(self, line: Line) -> None:
-        with self.folder.writing():
-            for logger in self._loggers:
-                logger.log(line)
-
-    def _close_loggers(self) -> None:
-        for logger in self._loggers:
-            with suppress(OSError):  # what could not be written was reported when it was logged
-                logger.close()
-
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.train.dtype == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, getattr(torch, self.config.train.dtype))
-
-    def _speed(self, tokens: int, seconds: float) -> float:
-        """Return the tokens per second since the last logged line, validation left out."""
-        self.progress.training_seconds += seconds
-        self._since_logged[0] += tokens
-        self._since_logged[1] += seconds
-        return self._since_logged[0] / self._since_logged[1]
 
     def _tick(self) -> None:
         """Add the time since the last tick to the run's."""

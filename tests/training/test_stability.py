@@ -1,16 +1,10 @@
 import math
 
-import numpy as np
 import pytest
 
 from minillama.training.outcome import Progress
-from minillama.training.stability import (
-    FEWEST_BEFORE_A_SPIKE,
-    SPIKE_WINDOW,
-    is_spike,
-    remedies,
-    verdict,
-)
+from minillama.training.spikes import SPIKE_WINDOW
+from minillama.training.stability import remedies, verdict
 
 INF, NAN = math.inf, math.nan
 
@@ -35,15 +29,6 @@ INF, NAN = math.inf, math.nan
 def test_what_becomes_of_an_update(tiny, rule, dtype, loss, norm, in_a_row, expected):
     fields = {"train.on_nonfinite": rule, "train.dtype": dtype, "train.max_skips": 2}
     assert verdict(tiny(**fields).train, loss, norm, in_a_row) == expected
-
-
-def test_a_spike_stands_out_from_the_losses_before_it():
-    losses = np.random.default_rng(0).normal(3, 0.1, 300).tolist()
-    assert is_spike(4.0, losses[:FEWEST_BEFORE_A_SPIKE])
-    assert not is_spike(3.2, losses)
-    assert not is_spike(4.0, losses[: FEWEST_BEFORE_A_SPIKE - 1])
-    for value in (NAN, INF):  # not a spike: something else becomes of it
-        assert not is_spike(value, losses)
 
 
 def test_progress_counts_skips_in_all_and_in_a_row_and_keeps_a_bounded_window():
