@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module
 
 from minillama.model.kernels import linear
+
+_has_any_global_hook: Any = module._has_any_global_hook
 
 
 class Linear(nn.Linear):
@@ -31,11 +36,12 @@ def side_by_side(x: Tensor, *layers: nn.Module) -> Tensor:
 
 
 def is_hooked(layer: nn.Module) -> bool:
-    """Tell whether something watches the calls of ``layer``."""
+    """Tell whether something watches the calls of ``layer``, or of all modules."""
     return bool(
         "forward" in vars(layer)  # how accelerate wraps a module
         or layer._forward_hooks
         or layer._forward_pre_hooks
         or layer._backward_hooks
         or layer._backward_pre_hooks
+        or _has_any_global_hook()
     )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from minillama.config import ModelConfig
 from minillama.model.kernels import linear
@@ -276,6 +277,17 @@ def test_hooks_are_called(register: str) -> None:
     handle.remove()
     torch.testing.assert_close(side_by_side(x, *layers), y)
     assert len(calls) == 1
+
+
+def test_hooks_on_all_modules_are_called() -> None:
+    layers, x = two_layers(), tensor(8, 5).float()
+    calls: list[nn.Module] = []
+    handle = register_module_forward_hook(lambda layer, *_: calls.append(layer))
+    try:
+        side_by_side(x, *layers)
+    finally:
+        handle.remove()
+    assert calls == list(layers)
 
 
 def test_names_stay() -> None:
