@@ -19,7 +19,7 @@ FAILED = ("diverged", "collapsed")
 PROTOCOL_LRS = 6
 PROTOCOL_SEEDS = 3
 PROTOCOL_BEST_SEEDS = 5
-MOST_NAMED = 5
+MOST_NAMED = 4
 """So many arms are named in the headline; the findings below it name all."""
 
 
@@ -45,15 +45,18 @@ def count(n: int, noun: str) -> str:
 
 def some(words: Sequence[str]) -> str:
     """Join the first words, and say how many more there are where they would be a wall of text."""
-    if len(words) <= MOST_NAMED:
-        return listed(words)
-    return f"{', '.join(words[:MOST_NAMED])} and {len(words) - MOST_NAMED} more"
+    more = len(words) - MOST_NAMED
+    return listed(words if more <= 0 else [*words[:MOST_NAMED], f"{more} more"])
 
 
 def listed(words: Iterable[str]) -> str:
-    """Join words as prose does."""
+    """Join words as prose does; by semicolons if they hold commas themselves."""
     *most, last = list(words)
-    return f"{', '.join(most)} and {last}" if most else last
+    if not most:
+        return last
+    if any("," in word for word in most):
+        return f"{'; '.join(most)}; and {last}"
+    return f"{', '.join(most)} and {last}"
 
 
 # ------------------------------------------------------------------------------------- the verdict

@@ -100,6 +100,17 @@ def test_failures_are_in_the_headline_and_counted_by_fate(make_ablation: Any) ->
     assert "1 of post's 4 collapsed (at 0.01)" in found
 
 
+def test_the_headline_names_the_worst_of_many_failed_arms_in_few_words(make_ablation: Any) -> None:
+    arms = {f"post+model.n_layers={n}": {1e-3: [2.1] * (9 - n) + [None] * n} for n in range(1, 8)}
+    said, found, _ = words(make_ablation(arms))
+    assert (
+        "Runs failed in n_layers=7 (7 of 9), n_layers=6 (6 of 9), n_layers=5 (5 of 9), "
+        "n_layers=4 (4 of 9) and 3 more." in said
+    )
+    for n in range(1, 8):  # the findings leave out none
+        assert f"{n} of post+model.n_layers={n}'s 9 diverged" in found
+
+
 def test_a_best_rate_on_the_edge_asks_for_a_longer_grid(make_ablation: Any) -> None:
     _, _, against = words(
         make_ablation(
@@ -175,3 +186,4 @@ def test_numbers_in_words() -> None:
     assert p_value(1e-5).replace("\N{NO-BREAK SPACE}", " ") == "p < .001"
     assert listed(["a"]) == "a"
     assert listed(["a", "b", "c"]) == "a, b and c"
+    assert listed(["a, 1", "b, 1"]) == "a, 1; and b, 1"
