@@ -1,6 +1,10 @@
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+# A shell that starts the tests in the background has them, and their processes, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

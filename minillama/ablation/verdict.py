@@ -43,20 +43,22 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def some(words: Sequence[str]) -> str:
-    """Join the first words, and say how many more there are where they would be a wall of text."""
-    more = len(words) - MOST_NAMED
-    return listed(words if more <= 0 else [*words[:MOST_NAMED], f"{more} more"])
+def some(arms: Sequence[str]) -> str:
+    """Join the first names, and say how many more there are where they would be a wall of text.
+
+    Names that hold commas themselves are set apart by semicolons.
+    """
+    more = len(arms) - MOST_NAMED
+    named = [*arms] if more <= 0 else [*arms[:MOST_NAMED], f"{more} more"]
+    if len(named) < 2 or not any("," in name for name in named):
+        return listed(named)
+    return f"{'; '.join(named[:-1])}; and {named[-1]}"
 
 
 def listed(words: Iterable[str]) -> str:
-    """Join words as prose does; by semicolons if they hold commas themselves."""
+    """Join words as prose does."""
     *most, last = list(words)
-    if not most:
-        return last
-    if any("," in word for word in most):
-        return f"{'; '.join(most)}; and {last}"
-    return f"{', '.join(most)} and {last}"
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 # ------------------------------------------------------------------------------------- the verdict

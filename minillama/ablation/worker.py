@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -39,6 +40,8 @@ def main(threads: int) -> None:
     """Serve until stdin ends; ``threads`` is what torch may use."""
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
+    # A shell that starts the parent in the background has it, and us, ignore this signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # stdout is for answers alone; what anyone else prints goes elsewhere

@@ -16,6 +16,7 @@ from minillama.ablation.verdict import (
     listed,
     number,
     p_value,
+    some,
 )
 
 BASE = [2.000, 2.010, 1.990, 2.005, 1.995, 2.002, 2.011]
@@ -186,4 +187,6 @@ def test_numbers_in_words() -> None:
     assert p_value(1e-5).replace("\N{NO-BREAK SPACE}", " ") == "p < .001"
     assert listed(["a"]) == "a"
     assert listed(["a", "b", "c"]) == "a, b and c"
-    assert listed(["a, 1", "b, 1"]) == "a, 1; and b, 1"
+    assert some(["a", "b"]) == "a and b"
+    assert some(["a, 1", "b, 1"]) == "a, 1; and b, 1"
+    assert some([*"abcdef"]) == "a, b, c, d and 2 more"
