@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a trained model, text that it wrote, and a picture that compares two norms.
-# Needs Python 3.11 to 3.13, and a network for the installation alone; about five minutes after it.
+# Needs Python 3.11 to 3.13, and a network for the installation alone; about two minutes after it.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh" report
 
