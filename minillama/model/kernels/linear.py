@@ -25,9 +25,7 @@ from minillama.model.kernels.dispatch import (
 )
 from minillama.model.kernels.matmul import product, weight_gradient
 
-_FEW_ROWS = (
-    64  # with no more of them, copying the weights side by side would cost more than it gains
-)
+_FEW_ROWS = 64  # with so few, copying the weights side by side would cost more than it gains
 
 
 def linear(x: Tensor, *weights: Tensor) -> Tensor:
