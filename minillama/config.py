@@ -205,7 +205,11 @@ class TrainConfig(Section):
         description="bfloat16, float16: autocast; weights and optimizer stay float32. float16 "
         "scales its loss, and skips an update whose gradient overflows (see max_skips)",
     )
-    compile: bool = Field(False, description="torch.compile the model")
+    compile: bool = Field(
+        False,
+        description="torch.compile the model; on a CPU slower than the C kernels, whose place it "
+        "takes",
+    )
     profile: NonNegative = Field(
         0, description="steps to trace, after the first three, into trace.json in the run folder"
     )
