@@ -250,6 +250,8 @@ def test_weights_of_a_stranger_are_not_trusted_to_be_finite(hf):
     weights["model.norm.weight"].fill_(torch.nan)
     save_file(weights, hf / "model.safetensors")
     huggingface.import_model(hf, hf.parent / "out")
+    [copied] = (hf.parent / "out").rglob("model.safetensors")
+    assert load_file(copied)["final_norm.weight"].isnan().all()
 
 
 # ------------------------------------------------------------------------------------------- GGUF
