@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from minillama.config import ModelConfig
-from minillama.model.kernels import swiglu
-from minillama.model.projection import Linear, side_by_side
+from minillama.model.kernels import gated_mlp, swiglu
+from minillama.model.projection import Linear, are_plain, side_by_side
 
 
 class MLP(nn.Module):
@@ -24,6 +24,8 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map each position on its own; (B, T, D) to (B, T, D)."""
-        gate_and_up = side_by_side(x_BTD, self.gate_proj, self.up_proj)
-        y_BTD: Tensor = self.down_proj(swiglu(gate_and_up))
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if are_plain(gate, up, down):
+            return gated_mlp(x_BTD, gate.weight, up.weight, down.weight)
+        y_BTD: Tensor = down(swiglu(side_by_side(x_BTD, gate, up)))
         return y_BTD

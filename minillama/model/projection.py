@@ -30,9 +30,14 @@ def side_by_side(x: Tensor, *layers: nn.Module) -> Tensor:
     One product does for all, unless a layer is more than its weight: hooked, replaced (an adapter,
     a quantized layer) or given another ``forward``, as whoever changes a model from outside may do.
     """
-    if all(type(layer) is Linear and not is_hooked(layer) for layer in layers):
+    if are_plain(*layers):
         return linear(x, *(layer.weight for layer in layers if isinstance(layer, Linear)))
     return torch.cat([layer(x) for layer in layers], dim=-1)
+
+
+def are_plain(*layers: nn.Module) -> bool:
+    """Tell whether each layer is no more than a product with its weight."""
+    return all(type(layer) is Linear and not is_hooked(layer) for layer in layers)
 
 
 def is_hooked(layer: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from minillama.model.kernels.cross_entropy import _load as _load_cross_entropy
 from minillama.model.kernels.decode import _load as _load_decode
 from minillama.model.kernels.linear import _load as _load_linear
 from minillama.model.kernels.matmul import _load as _load_matmul
+from minillama.model.kernels.mlp import _load as _load_mlp
 from minillama.model.kernels.stack import _load as _load_stack
 from minillama.model.kernels.swiglu import _load as _load_swiglu
 from minillama.model.norms import NORMS
@@ -30,8 +31,9 @@ def _forget_kernels() -> None:
         _load_cross_entropy,
         _load_decode,
         _load_linear,
-        _load_stack,
         _load_matmul,
+        _load_mlp,
+        _load_stack,
         _load_swiglu,
     ):
         load.cache_clear()

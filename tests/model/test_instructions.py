@@ -17,7 +17,7 @@ CODE = """
 import json, sys, torch
 from minillama import ModelConfig, Transformer
 from minillama.generate import generate_batch
-from minillama.model.kernels import compiled
+from minillama.model.kernels import compiled, rms_norm
 
 numbers, tokens_made = [], []
 for dtype in (torch.float32, torch.float64):
@@ -31,6 +31,12 @@ for dtype in (torch.float32, torch.float64):
     loss.backward()
     numbers += [loss.item(), *(p.grad.double().square().sum().item() for p in model.parameters())]
     tokens_made += generate_batch(model, [[1], [2, 3, 4], [5] * 9], 20, temperature=0)
+for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+    x = (torch.arange(9 * 41).view(9, 41) * 7 % 37 / 8 - 2).to(dtype).requires_grad_()
+    gain = (torch.arange(41) / 32 + 0.5).requires_grad_()
+    y = rms_norm(x, gain, 1e-6)
+    y.backward(x.detach().flip(0))
+    numbers += [t.double().square().sum().item() for t in (y, x.grad, gain.grad)]
 width = compiled.load_library("stack", torch.float32).vector_bytes()
 json.dump({"numbers": numbers, "tokens": tokens_made, "bytes": width}, sys.stdout)
 """

@@ -4,6 +4,7 @@
     causal_attention      attention.py      causal_attention_reference
     decode_attention      decode.py         decode_attention_reference
     swiglu                swiglu.py         swiglu_reference
+    gated_mlp             mlp.py            gated_mlp_reference
     linear_cross_entropy  cross_entropy.py  linear_cross_entropy_reference
     linear                linear.py         F.linear
     weight_gradient       matmul.py         dyᵀ·x
@@ -23,6 +24,7 @@ from minillama.model.kernels.decode import decode_attention, decode_attention_re
 from minillama.model.kernels.fused import rms_norm
 from minillama.model.kernels.linear import linear
 from minillama.model.kernels.matmul import weight_gradient
+from minillama.model.kernels.mlp import gated_mlp, gated_mlp_reference
 from minillama.model.kernels.reference import rms_norm_reference
 from minillama.model.kernels.stack import Layer, Stack
 from minillama.model.kernels.swiglu import swiglu, swiglu_reference
@@ -37,6 +39,8 @@ __all__ = [
     "causal_attention_reference",
     "decode_attention",
     "decode_attention_reference",
+    "gated_mlp",
+    "gated_mlp_reference",
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",

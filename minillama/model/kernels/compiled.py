@@ -33,7 +33,7 @@ from minillama.model.kernels.reference import wide_dtype
 
 _LOGGER = logging.getLogger("minillama")
 _FOLDER = Path(__file__).parent
-_HEADERS = ("cached.h", "kernel.h", "rope.h", "rows.h", "units.h")
+_HEADERS = ("cached.h", "kernel.h", "rope.h", "rows.h", "swiglu.h", "tile.h", "units.h")
 MACROS = {
     torch.float32: "FLOAT32",
     torch.float64: "FLOAT64",

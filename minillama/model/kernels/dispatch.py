@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_PARALLEL_FROM = 32768  # numbers; torch's own kernels draw the line here too
+PARALLEL_FROM = 32768  # numbers; torch's own kernels draw the line here too
 
 # Names of this module, since a call at the smallest shapes takes some 10 µs in all.
 _has_storage = torch._C._has_storage
@@ -44,7 +44,7 @@ def is_one_dtype(dtypes: Sequence[torch.dtype], *tensors: Tensor) -> bool:
 
 def threads_for(x: Tensor) -> int:
     """Return how many threads work on ``x`` is worth."""
-    return torch.get_num_threads() if x.numel() >= _PARALLEL_FROM else 1
+    return torch.get_num_threads() if x.numel() >= PARALLEL_FROM else 1
 
 
 def needs_gradient(*tensors: Tensor) -> bool:

@@ -25,7 +25,7 @@ from minillama.model.kernels.dispatch import (
 )
 from minillama.model.kernels.matmul import product, weight_gradient
 
-_FEW_ROWS = 64  # with so few, copying the weights side by side would cost more than it gains
+FEW_ROWS = 64  # with so few, copying the weights side by side would cost more than it gains
 
 
 def linear(x: Tensor, *weights: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def linear(x: Tensor, *weights: Tensor) -> Tensor:
     rows = x.numel() // x.shape[-1]
     if needs_gradient(x, *weights):
         return cast(Tensor, _apply(x, _together(weights)))
-    if rows <= _FEW_ROWS:
+    if rows <= FEW_ROWS:
         if kernel := _load(x.dtype):
             return _few_rows(x.contiguous(), weights, rows, kernel)
         return torch.cat([product(x, weight) for weight in weights], dim=-1)
@@ -96,7 +96,7 @@ def _load(dtype: torch.dtype) -> Any:
 def _few_rows(x: Tensor, weights: tuple[Tensor, ...], rows: int, kernel: Any) -> Tensor:
     n_in, n_out = x.shape[-1], sum(weight.shape[0] for weight in weights)
     y = x.new_empty(*x.shape[:-1], n_out)
-    room = x.new_empty(_FEW_ROWS * n_in if rows > 1 else 0)
+    room = x.new_empty(FEW_ROWS * n_in if rows > 1 else 0)
     place, threads = y.data_ptr(), torch.get_num_threads()
     for weight in weights:
         weight = weight.contiguous()

@@ -1,7 +1,7 @@
 """The three products of a linear layer in training: x·Wᵀ, dy·W and dyᵀ·x.
 
 The C kernel makes dyᵀ·x in 0.65 to 0.95 of the time that torch's product takes.  The other two it
-makes if W is small, which shortens a step at width 64 by 5 %; beyond, oneDNN is as fast.  Where a
+makes if W is small, which shortens a step by 2 to 5 %; beyond, oneDNN is as fast.  Where a
 machine has too few vector registers for it, or there is no compiler, torch and oneDNN do them all.
 
 Shapes: N tokens, O output and I input features.
@@ -20,7 +20,7 @@ from torch import Tensor
 from minillama.model.kernels.compiled import load_library
 from minillama.model.kernels.dispatch import is_one_dtype, is_plain, threads_for
 
-_SMALL = 1 << 16  # numbers of a weight: with more, oneDNN's x·Wᵀ and dy·W are as fast
+SMALL = 1 << 18  # numbers of a weight: with more, oneDNN's products are as fast or faster
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -30,7 +30,7 @@ def product(x: Tensor, weight_OI: Tensor) -> Tensor:
         return F.linear(x, weight_OI)
     n_out, n_in = weight_OI.shape
     if (
-        weight_OI.numel() <= _SMALL
+        weight_OI.numel() <= SMALL
         and weight_OI.dtype is x.dtype
         and x.shape[-1] == n_in
         and (kernel := _load(x.dtype))

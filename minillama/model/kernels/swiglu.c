@@ -1,10 +1,6 @@
-/* SwiGLU of two halves of a row:  y = g sigma(g) u,  where the row is [g, u].
- *
- *   backward   dg = dy u sigma(g) (1 + g (1 - sigma(g))),  du = dy g sigma(g)
- *
- * Only the row is kept for the backward pass.
- */
+/* SwiGLU (swiglu.h) of rows; only they are kept for the backward pass. */
 #include "kernel.h"
+#include "swiglu.h"
 #include "units.h"
 
 #define UNIT_SIZE 16384 /* numbers of y in a unit, about */
@@ -15,24 +11,16 @@ typedef struct {
     long rows, dim, unit_rows;
 } job_t;
 
-static inline vec forward(vec g, vec u) { return g * sigmoid(g) * u; }
-
-static inline void backward(vec dy, vec g, vec u, vec *dg, vec *du) {
-    vec s = sigmoid(g);
-    *dg = dy * u * s * (1 + g * (1 - s));
-    *du = dy * g * s;
-}
-
 static void forward_unit(const void *argument, long unit) {
     const job_t *job = argument;
     const long dim = job->dim, whole_dim = dim / LANES * LANES, rest = dim - whole_dim;
     for (long row = unit * job->unit_rows; row < (unit + 1) * job->unit_rows && row < job->rows; row++) {
         const wide *g = job->x + row * 2 * dim, *u = g + dim;
         wide *y = job->out + row * dim;
-        for (long i = 0; i < whole_dim; i += LANES) store(y + i, forward(load(g + i), load(u + i)));
+        for (long i = 0; i < whole_dim; i += LANES) store(y + i, gated(load(g + i), load(u + i)));
         if (rest) {
             const long i = whole_dim;
-            store_some(y + i, forward(load_some(g + i, rest), load_some(u + i, rest)), rest);
+            store_some(y + i, gated(load_some(g + i, rest), load_some(u + i, rest)), rest);
         }
     }
 }
@@ -45,13 +33,13 @@ static void backward_unit(const void *argument, long unit) {
         const wide *g = job->x + row * 2 * dim, *u = g + dim, *dy = job->dy + row * dim;
         wide *dg = job->out + row * 2 * dim, *du = dg + dim;
         for (long i = 0; i < whole_dim; i += LANES) {
-            backward(load(dy + i), load(g + i), load(u + i), &a, &b);
+            gated_backward(load(dy + i), load(g + i), load(u + i), &a, &b);
             store(dg + i, a);
             store(du + i, b);
         }
         if (rest) {
             const long i = whole_dim;
-            backward(load_some(dy + i, rest), load_some(g + i, rest), load_some(u + i, rest), &a, &b);
+            gated_backward(load_some(dy + i, rest), load_some(g + i, rest), load_some(u + i, rest), &a, &b);
             store_some(dg + i, a, rest);
             store_some(du + i, b, rest);
         }
