@@ -64,6 +64,15 @@ def test_rows_that_go_by_in_parts(kernels: str, n: int) -> None:
     )
 
 
+def test_long_sums_keep_what_is_small(kernels: str) -> None:
+    if kernels == "plain" or _load(torch.float32) is None:
+        pytest.skip("torch sums one term after another")
+    grad, x = torch.full((100_000, 1), 0.1), torch.ones(100_000, 16)
+    true = 100_000 * grad[0, 0].double()
+    for got in (weight_gradient(grad, x), product(grad.t().contiguous(), x.t())):
+        assert ((got.double() - true) / true).abs().max() < 1e-5
+
+
 @settings(deadline=None)
 @given(
     n=st.integers(0, 9),

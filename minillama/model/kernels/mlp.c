@@ -5,8 +5,8 @@
  *              dG = dg' x,  dU = du' x,  dW = dy' h
  *
  * Only x and gu = [x G', x U'] are kept for it; h is computed anew.  Rows do not depend on each other,
- * and each number of a weight's gradient is summed in the order of the rows: neither depends on how
- * many threads there are.  N rows, D numbers in each, F between the products; D and F are whole vectors.
+ * and each number of a weight's gradient is summed in one order (tile.h): neither depends on how many
+ * threads there are.  N rows, D numbers in each, F between the products; D and F are whole vectors.
  */
 #include "kernel.h"
 #include "swiglu.h"
@@ -45,7 +45,7 @@ static long unit_rows_for(long rows, int threads) {
 }
 
 static long group_rows(long rows, long inner, int threads) {
-    const long group = round_up(GROUP_SIZE / (3 * inner), UNIT_ROWS) * threads;
+    const long group = round_up(GROUP_SIZE / (3 * inner), TERMS) * threads; /* as multiply cuts them */
     return group < rows ? group : rows;
 }
 

@@ -1,7 +1,8 @@
 /* Products of matrices by tiles of c that stay in registers.
  *
  * A tile, TILE_ROWS rows of TILE_VECS vectors, stays while numbers of a meet vectors of b.  Each number
- * of c is summed in the order of its terms, however c and the terms are cut.
+ * of c is the sum, in order, of sums of TERMS terms: so long ones keep what is small, and however c is
+ * cut, or the terms at multiples of TERMS, it is the same.
  */
 #define TILE_ROWS 6 /* with a number of a and TILE_VECS of b, tiles fill most registers */
 #if MANY_REGISTERS
@@ -28,13 +29,7 @@ static inline __attribute__((always_inline)) void tile_of(const tile_t *t, const
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) {
-            const wide *from = t->c + r * t->c_stride + v * LANES;
-            if (!t->add)
-                sum[r][v] = splat(0);
-            else
-                sum[r][v] = whole || v < vecs - 1 ? load(from) : load_some(from, t->last);
-        }
+        for (int v = 0; v < vecs; v++) sum[r][v] = splat(0);
     for (long k = 0; k < terms; k++) {
         vec of_b[TILE_VECS];
         if (transposed) __builtin_prefetch(a + (k + AHEAD) * a_stride + rows);
@@ -53,9 +48,9 @@ static inline __attribute__((always_inline)) void tile_of(const tile_t *t, const
         for (int v = 0; v < vecs; v++) {
             wide *to = t->c + r * t->c_stride + v * LANES;
             if (whole || v < vecs - 1)
-                store(to, sum[r][v]);
+                store(to, t->add ? load(to) + sum[r][v] : sum[r][v]);
             else
-                store_some(to, sum[r][v], t->last);
+                store_some(to, t->add ? load_some(to, t->last) + sum[r][v] : sum[r][v], t->last);
         }
 }
 
