@@ -28,6 +28,7 @@ from typing import Literal
 
 from minillama.config import ModelConfig, RunConfig, TrainConfig
 from minillama.model.kernels.cross_entropy import CHUNK_NUMBERS, CHUNK_ROWS
+from minillama.model.kernels.mlp import is_one_kernel
 from minillama.plan.parameters import Layout, block_matrices, count_parameters
 
 Parallel = Literal["none", "ddp", "fsdp"]
@@ -38,11 +39,13 @@ PROCESS = 330_000_000
 BUFFERS = 35_000_000
 """Bytes that BLAS, the tokenizer and the first use of many a module take (measured)."""
 
-GAPS, GAPS_OF_OTHER_CODE, GAPS_OF_ACCUMULATION, GAPS_OF_RECOMPUTING = 0.2, 0.55, 0.25, 1.5
+GAPS, GAPS_OF_ACCUMULATION = 0.25, 0.75
+GAPS_OF_OTHER_CODE, GAPS_OF_ITS_ACCUMULATION = 0.55, 0.25
+GAPS_OF_RECOMPUTING = 3.0
 GAPS_OF_GRADIENTS = 0.2
 """Shares of the activations, and of the gradients, that gaps of the heap take beside them:
-with the C kernels; without; more where gradients add up; with train.recompute, what its backward
-pass needs for a moment included (measured)."""
+with the C kernels, and more where gradients add up; the same without the kernels; with
+train.recompute, what its backward pass needs for a moment included (measured)."""
 
 BLOCK_OBJECTS = 60_000
 """Bytes of Python objects of a block, which count where blocks are many and small (measured)."""
@@ -149,7 +152,8 @@ def activations_per_token(config: ModelConfig, how: Execution) -> dict[str, int]
             norms += count * site.heads * (site.width * own + FLOAT32)
     together = q_dim + 2 * kv_dim  # queries, keys and values come from one product
     if how.kernels:  # which turn, share and weigh them on the way, and lay heads side by side
-        heads, attended, mlp = together, q_dim, 3 * config.ffn_dim
+        heads, attended = together, q_dim
+        mlp = (2 if is_one_kernel(dim, config.ffn_dim) else 3) * config.ffn_dim
     else:
         repeated = config.n_heads > config.n_kv_heads  # keys and values, for each query
         heads = 3 * q_dim if repeated else 2 * q_dim + together
@@ -173,8 +177,11 @@ def copies_bytes(config: ModelConfig, how: Execution) -> int:
     matrices, n_blocks = sum(block_matrices(config)), 1 if how.recompute else config.n_layers
     if how.autocast:
         return BFLOAT16 * (n_blocks * matrices + config.vocab_size * config.dim)
-    # q, k and v in one matrix, gate and up in another; o_proj and down_proj are read as they are
-    kept_apart = config.n_heads * config.head_dim * config.dim + config.ffn_dim * config.dim
+    # q, k and v in one matrix, gate and up in another; o_proj and down_proj are read as they are,
+    # and so is the whole MLP where it is one kernel.
+    one_kernel = how.kernels and is_one_kernel(config.dim, config.ffn_dim)
+    of_mlp = (3 if one_kernel else 1) * config.ffn_dim * config.dim
+    kept_apart = config.n_heads * config.head_dim * config.dim + of_mlp
     return FLOAT32 * n_blocks * (matrices - kept_apart)
 
 
@@ -229,7 +236,8 @@ def estimate_memory(
     accumulates = parallel == "ddp" or rows * n_ranks < train.batch_size
     gaps = GAPS if how.kernels else GAPS_OF_OTHER_CODE
     gaps = GAPS_OF_RECOMPUTING if how.recompute else gaps
-    gaps += GAPS_OF_ACCUMULATION * accumulates
+    if accumulates:
+        gaps += GAPS_OF_ACCUMULATION if how.kernels else GAPS_OF_ITS_ACCUMULATION
     return Memory(
         weights=FLOAT32 * share,
         gradients=FLOAT32 * share,

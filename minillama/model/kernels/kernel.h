@@ -57,7 +57,7 @@ typedef int32_t whole;
 #define LN2_LOW 0x1.7f7d1cp-20f
 #endif
 
-#if defined(__AVX512F__) /* as wide as the machine's registers: of packed, compilers make poor code */
+#if defined(__AVX512F__) /* as wide as the machine's registers: of halves, compilers make poor code */
 #define VECTOR_BYTES 64
 #elif defined(__AVX__)
 #define VECTOR_BYTES 32
@@ -92,68 +92,6 @@ static inline void store_some(wide *p, vec v, long n) {
     memcpy(p, lane, (size_t)n * sizeof(wide));
 }
 
-/* LANES scalars at once, widened and narrowed; `rounded` is what narrowing leaves of a vector.  Where
- * compilers convert poorly, or one by one, the instructions are named. */
-#if (defined(BFLOAT16) && defined(__AVX512F__)) || \
-    (defined(FLOAT16) && defined(__F16C__) && VECTOR_BYTES >= 32)
-#include <immintrin.h>
-#endif
-#if defined(BFLOAT16)
-typedef uint32_t bits __attribute__((vector_size(VECTOR_BYTES)));
-#if defined(__AVX512F__)
-typedef __m256i packed;
-static inline bits long_of(packed h) { return (bits)_mm512_cvtepu16_epi32(h); }
-static inline packed short_of(bits b) { return _mm512_cvtepi32_epi16((__m512i)b); }
-#else
-typedef uint16_t packed __attribute__((vector_size(VECTOR_BYTES / 2)));
-static inline bits long_of(packed h) { return __builtin_convertvector(h, bits); }
-static inline packed short_of(bits b) { return __builtin_convertvector(b, packed); }
-#endif
-static inline vec rounded(vec v) {
-    bits is_nan = (bits)(v != v), nearest = (bits)v + 0x7fff + (((bits)v >> 16) & 1);
-    return (vec)((is_nan & 0x7fc00000) | (~is_nan & nearest & 0xffff0000));
-}
-static inline vec widen_all(packed h) { return (vec)(long_of(h) << 16); }
-static inline packed narrow_all(vec v) { return short_of((bits)rounded(v) >> 16); }
-#elif defined(FLOAT16) && defined(__F16C__) && VECTOR_BYTES >= 32
-#if VECTOR_BYTES == 64
-typedef __m256i packed;
-static inline vec widen_all(packed h) { return (vec)_mm512_cvtph_ps(h); }
-static inline packed narrow_all(vec v) { return _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT); }
-#else
-typedef __m128i packed;
-static inline vec widen_all(packed h) { return (vec)_mm256_cvtph_ps(h); }
-static inline packed narrow_all(vec v) { return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT); }
-#endif
-static inline vec rounded(vec v) { return widen_all(narrow_all(v)); }
-#else
-typedef struct {
-    scalar of[LANES];
-} packed;
-static inline vec widen_all(packed h) {
-    vec v;
-    for (long j = 0; j < LANES; j++) v[j] = widen(h.of[j]);
-    return v;
-}
-static inline packed narrow_all(vec v) {
-    packed h;
-    for (long j = 0; j < LANES; j++) h.of[j] = narrow(v[j]);
-    return h;
-}
-static inline vec rounded(vec v) { return widen_all(narrow_all(v)); }
-#endif
-
-static inline vec load_scalars(const scalar *p) {
-    packed h;
-    memcpy(&h, p, sizeof h);
-    return widen_all(h);
-}
-
-static inline void store_scalars(scalar *p, vec v) {
-    packed h = narrow_all(v);
-    memcpy(p, &h, sizeof h);
-}
-
 static inline long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 /* Halves are added, down to 16 bytes: so lanes meet in registers, in an order that is fixed. */
@@ -161,9 +99,9 @@ static inline long round_up(long n, long multiple) { return (n + multiple - 1) /
 typedef wide vec16 __attribute__((vector_size(16)));
 typedef wide unaligned_vec16 __attribute__((vector_size(16), aligned(sizeof(wide))));
 
-static inline vec16 folded(vec v) {
+static inline wide sum_of(vec v) {
 #if VECTOR_BYTES == 16
-    return v;
+    vec16 last = v;
 #else
     typedef wide vec32 __attribute__((vector_size(32)));
     union {
@@ -179,12 +117,8 @@ static inline vec16 folded(vec v) {
 #else
     last32.whole = v;
 #endif
-    return last32.half[0] + last32.half[1];
+    vec16 last = last32.half[0] + last32.half[1];
 #endif
-}
-
-static inline wide sum_of(vec v) {
-    vec16 last = folded(v);
     wide total = last[0] + last[1];
     for (int j = 2; j < FEW; j += 2) total += last[j] + last[j + 1];
     return total;

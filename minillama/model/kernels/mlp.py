@@ -44,8 +44,7 @@ def gated_mlp(x: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Ten
         and is_plain(*tensors)
         and not torch.is_autocast_enabled("cpu")
         and _fit(*tensors)
-        and (kernel := _load(x.dtype))
-        and kernel.fits(*gate_FD.shape[::-1])
+        and (kernel := _kernel_for(gate_FD))
     ):
         x, gate_FD, up_FD, down_DF = (tensor.contiguous() for tensor in tensors)
         if needs_gradient(*tensors):
@@ -61,9 +60,18 @@ def _fit(x: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> bool:
         gate_FD.ndim == 2
         and x.shape[-1:] == gate_FD.shape[1:]
         and gate_FD.shape == up_FD.shape == down_DF.shape[::-1]
-        and gate_FD.numel() <= SMALL
         and x.numel() > 0
     )
+
+
+def is_one_kernel(dim: int, inner: int) -> bool:
+    """Tell whether an MLP of these sizes, in float32 on a CPU, is done by the C kernel here."""
+    return _kernel_for(torch.empty(inner, dim, device="meta", dtype=torch.float32)) is not None
+
+
+def _kernel_for(gate_FD: Tensor) -> _Kernel | None:
+    kernel = _load(gate_FD.dtype) if gate_FD.numel() <= SMALL else None
+    return kernel if kernel and kernel.fits(*gate_FD.shape[::-1]) else None
 
 
 class _Kernel(NamedTuple):

@@ -11,8 +11,7 @@
 #include "kernel.h"
 #include <stdatomic.h>
 
-#define ROWS FEW        /* side by side, which hides how long a sum and a root take … */
-#define SHORT_DIM 600   /* … if they are shorter: all must stay in the nearest cache */
+#define PARTS 16        /* partial sums of a row: enough for a vector, in an order that is fixed */
 #define MAX_CHUNKS 64   /* bounds the memory of the partial sums of dgain */
 #define CHUNK_SIZE 8192 /* numbers in a chunk, at least: taking one must cost nothing beside it */
 
@@ -29,115 +28,56 @@ typedef struct {
     atomic_long next[MAX_CHUNKS]; /* chunk of each thread's share */
 } job_t;
 
-/* n numbers of a row, from p on: LANES, or fewer with zeros behind them. */
-static inline vec get(const scalar *p, long n) {
-    if (n == LANES) return load_scalars(p);
-    scalar lane[LANES] = {0};
-    memcpy(lane, p, (size_t)n * sizeof(scalar));
-    return load_scalars(lane);
+/* In steps of this form compilers keep the lanes in registers. */
+static inline wide total(const wide *lane) {
+    wide eight[8], four[4];
+    for (int j = 0; j < 8; j++) eight[j] = lane[j] + lane[j + 8];
+    for (int j = 0; j < 4; j++) four[j] = eight[j] + eight[j + 4];
+    return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-static inline void put(scalar *p, vec v, long n) {
-    if (n == LANES) {
-        store_scalars(p, v);
-        return;
-    }
-    scalar lane[LANES];
-    store_scalars(lane, v);
-    memcpy(p, lane, (size_t)n * sizeof(scalar));
-}
-
-static inline vec get_wide(const wide *p, long n) { return n == LANES ? load(p) : load_some(p, n); }
-
-/* total[k] = the sum of lanes[k], for all rows at once */
-static inline void sum_rows(const vec *lanes, wide *total, int rows) {
-    vec16 column[ROWS];
-    for (int j = 0; j < ROWS; j++) column[j] = (vec16){0};
-    for (int k = 0; k < rows; k++) {
-        vec16 part = folded(lanes[k]);
-        for (int j = 0; j < ROWS; j++) column[j][k] = part[j];
-    }
-    for (int half = ROWS / 2; half; half /= 2)
-        for (int j = 0; j < half; j++) column[j] += column[j + half];
-    for (int k = 0; k < rows; k++) total[k] = column[0][k];
-}
-
-/* In what follows x, g, y and dx are the first of `rows` rows, ROWS or 1, a constant in each call; n is
- * how many of the LANES features from i on there are. */
-
-static inline void add_squares(const job_t *job, const scalar *x, long i, long n, vec *lanes,
-                               int rows) {
-    for (int k = 0; k < rows; k++) {
-        vec v = get(x + k * job->dim + i, n);
-        lanes[k] += v * v;
+static inline void forward_rows(const scalar *restrict x, const wide *restrict gain,
+                                scalar *restrict y, wide *restrict r_kept, long rows, long dim,
+                                wide eps, int cast_first) {
+    for (long row = 0; row < rows; row++, x += dim, y += dim) {
+        wide lane[PARTS] = {0}, rest = 0;
+        long i = 0;
+        for (; i + PARTS <= dim; i += PARTS)
+            for (int j = 0; j < PARTS; j++) lane[j] += widen(x[i + j]) * widen(x[i + j]);
+        for (; i < dim; i++) rest += widen(x[i]) * widen(x[i]);
+        wide mean_square = (total(lane) + rest) / (wide)dim + eps;
+        wide r = mean_square == 0 ? 0 : 1 / sqrt(mean_square); /* eps = 0: a row of zeros stays */
+        if (r_kept) r_kept[row] = r;
+        for (i = 0; i < dim; i++) {
+            wide n = widen(x[i]) * r;
+            if (cast_first) n = widen(narrow(n));
+            y[i] = narrow(n * gain[i]);
+        }
     }
 }
 
-static inline void scale(const job_t *job, const scalar *x, scalar *y, long i, long n,
-                         const wide *r, int rows, int round) {
-    vec gain = get_wide(job->gain + i, n);
-    for (int k = 0; k < rows; k++) {
-        vec v = get(x + k * job->dim + i, n) * r[k];
-        put(y + k * job->dim + i, (round ? rounded(v) : v) * gain, n);
+static inline void backward_rows(const scalar *restrict g, const scalar *restrict x,
+                                 const wide *restrict gain, const wide *restrict r_kept,
+                                 scalar *restrict dx, wide *restrict dgain, long rows, long dim) {
+    for (long row = 0; row < rows; row++, g += dim, x += dim, dx += dim) {
+        wide r = r_kept[row], lane[PARTS] = {0}, rest = 0;
+        long i = 0;
+        for (; i + PARTS <= dim; i += PARTS)
+            for (int j = 0; j < PARTS; j++) {
+                wide gx = widen(g[i + j]) * widen(x[i + j]);
+                dgain[i + j] += gx * r;
+                lane[j] += gx * gain[i + j];
+            }
+        for (; i < dim; i++) {
+            wide gx = widen(g[i]) * widen(x[i]);
+            dgain[i] += gx * r;
+            rest += gx * gain[i];
+        }
+        /* r mean(g gain n), in an order in which r * r cannot overflow */
+        wide r_mean = r * (total(lane) + rest) / (wide)dim * r;
+        for (i = 0; i < dim; i++)
+            dx[i] = narrow(r * (widen(g[i]) * gain[i] - widen(x[i]) * r_mean));
     }
-}
-
-static inline void forward_rows(const job_t *job, long first, int rows, int round) {
-    const long dim = job->dim, whole = dim / LANES * LANES;
-    const scalar *x = job->x + first * dim;
-    scalar *y = job->y + first * dim;
-    vec lanes[ROWS];
-    wide r[ROWS];
-    for (int k = 0; k < rows; k++) lanes[k] = splat(0);
-    for (long i = 0; i < whole; i += LANES) add_squares(job, x, i, LANES, lanes, rows);
-    if (whole < dim) add_squares(job, x, whole, dim - whole, lanes, rows);
-    sum_rows(lanes, r, rows);
-    for (int k = 0; k < rows; k++) {
-        wide mean_square = r[k] / (wide)dim + job->eps;
-        r[k] = mean_square == 0 ? 0 : 1 / sqrt(mean_square); /* eps = 0: a row of zeros stays */
-        if (job->r) job->r[first + k] = r[k];
-    }
-    for (long i = 0; i < whole; i += LANES) scale(job, x, y, i, LANES, r, rows, round);
-    if (whole < dim) scale(job, x, y, whole, dim - whole, r, rows, round);
-}
-
-static inline void add_products(const job_t *job, const scalar *x, const scalar *g, long i, long n,
-                                const wide *r, wide *dgain, vec *lanes, int rows) {
-    vec gain = get_wide(job->gain + i, n), sum = get_wide(dgain + i, n);
-    for (int k = 0; k < rows; k++) {
-        vec gx = get(g + k * job->dim + i, n) * get(x + k * job->dim + i, n);
-        sum += gx * r[k];
-        lanes[k] += gx * gain;
-    }
-    n == LANES ? store(dgain + i, sum) : store_some(dgain + i, sum, n);
-}
-
-static inline void combine(const job_t *job, const scalar *x, const scalar *g, scalar *dx, long i,
-                           long n, const wide *r, const wide *r_mean, int rows) {
-    vec gain = get_wide(job->gain + i, n);
-    for (int k = 0; k < rows; k++) {
-        vec xv = get(x + k * job->dim + i, n), gv = get(g + k * job->dim + i, n);
-        put(dx + k * job->dim + i, r[k] * (gv * gain - xv * r_mean[k]), n);
-    }
-}
-
-static inline void backward_rows(const job_t *job, long first, wide *dgain, int rows) {
-    const long dim = job->dim, whole = dim / LANES * LANES;
-    const scalar *x = job->x + first * dim, *g = job->grad + first * dim;
-    scalar *dx = job->dx + first * dim;
-    vec lanes[ROWS];
-    wide r[ROWS], r_mean[ROWS];
-    for (int k = 0; k < rows; k++) {
-        lanes[k] = splat(0);
-        r[k] = job->r[first + k];
-    }
-    for (long i = 0; i < whole; i += LANES) add_products(job, x, g, i, LANES, r, dgain, lanes, rows);
-    if (whole < dim) add_products(job, x, g, whole, dim - whole, r, dgain, lanes, rows);
-    sum_rows(lanes, r_mean, rows);
-    /* r mean(g gain n), in an order in which r * r cannot overflow */
-    for (int k = 0; k < rows; k++) r_mean[k] = r[k] * r_mean[k] / (wide)dim * r[k];
-    for (long i = 0; i < whole; i += LANES) combine(job, x, g, dx, i, LANES, r, r_mean, rows);
-    if (whole < dim) combine(job, x, g, dx, whole, dim - whole, r, r_mean, rows);
 }
 
 static long share(const job_t *job, long thread) { /* the first chunk that is this thread's */
@@ -161,25 +101,25 @@ static long claim(job_t *job, long *first) {
 
 static void forward_chunks(void *argument) {
     job_t *job = argument;
-    const long dim = job->dim;
-    const int round = job->cast_first && sizeof(scalar) < sizeof(wide);
-    for (long row, rows; (rows = claim(job, &row));) {
-        const long end = row + rows;
-        for (; dim < SHORT_DIM && row + ROWS <= end; row += ROWS)
-            round ? forward_rows(job, row, ROWS, 1) : forward_rows(job, row, ROWS, 0);
-        for (; row < end; row++) forward_rows(job, row, 1, round);
+    for (long first, rows; (rows = claim(job, &first));) {
+        const scalar *x = job->x + first * job->dim;
+        scalar *y = job->y + first * job->dim;
+        wide *r = job->r ? job->r + first : NULL;
+        if (job->cast_first && sizeof(scalar) < sizeof(wide))
+            forward_rows(x, job->gain, y, r, rows, job->dim, job->eps, 1);
+        else
+            forward_rows(x, job->gain, y, r, rows, job->dim, job->eps, 0);
     }
 }
 
 static void backward_chunks(void *argument) {
     job_t *job = argument;
     const long dim = job->dim;
-    for (long row, rows; (rows = claim(job, &row));) {
-        const long end = row + rows;
-        wide *dgain = job->partials + row / job->chunk_rows * dim;
+    for (long first, rows; (rows = claim(job, &first));) {
+        wide *dgain = job->partials + first / job->chunk_rows * dim;
         memset(dgain, 0, (size_t)dim * sizeof(wide));
-        for (; dim < SHORT_DIM && row + ROWS <= end; row += ROWS) backward_rows(job, row, dgain, ROWS);
-        for (; row < end; row++) backward_rows(job, row, dgain, 1);
+        backward_rows(job->grad + first * dim, job->x + first * dim, job->gain, job->r + first,
+                      job->dx + first * dim, dgain, rows, dim);
     }
 }
 
