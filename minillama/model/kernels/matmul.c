@@ -1,4 +1,4 @@
-/* The products of a linear layer in training, whose matrices are too small for what is made for large ones.
+/* The products of a linear layer in training, of matrices too small for what is made for large ones.
  *
  *   c = a' b      dW = dy' x
  *   c = a b       dx = dy W,  and  y = x W'  with W' laid out anew

@@ -44,7 +44,7 @@ def gated_mlp(x: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Ten
         and is_plain(*tensors)
         and not torch.is_autocast_enabled("cpu")
         and _fit(*tensors)
-        and (kernel := _kernel_for(gate_FD))
+        and (kernel := _kernel_for(x.dtype, *gate_FD.shape))
     ):
         x, gate_FD, up_FD, down_DF = (tensor.contiguous() for tensor in tensors)
         if needs_gradient(*tensors):
@@ -66,12 +66,12 @@ def _fit(x: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> bool:
 
 def is_one_kernel(dim: int, inner: int) -> bool:
     """Tell whether an MLP of these sizes, in float32 on a CPU, is done by the C kernel here."""
-    return _kernel_for(torch.empty(inner, dim, device="meta", dtype=torch.float32)) is not None
+    return _kernel_for(torch.float32, inner, dim) is not None
 
 
-def _kernel_for(gate_FD: Tensor) -> _Kernel | None:
-    kernel = _load(gate_FD.dtype) if gate_FD.numel() <= SMALL else None
-    return kernel if kernel and kernel.fits(*gate_FD.shape[::-1]) else None
+def _kernel_for(dtype: torch.dtype, inner: int, dim: int) -> _Kernel | None:
+    kernel = _load(dtype) if inner * dim <= SMALL else None
+    return kernel if kernel and kernel.fits(dim, inner) else None
 
 
 class _Kernel(NamedTuple):

@@ -126,7 +126,7 @@ static void transpose(const wide *x, wide *y, long rows, long columns, long y_st
 /* How many numbers the panels take. */
 static long panels(long terms, long columns) { return terms * round_up(columns, PANEL); }
 
-/* Lays b (terms, columns), or b' (columns, terms), out in panels; rows of it lie stride apart. */
+/* Lays b (terms, columns), or b' (columns, terms), out in panels. */
 static void lay_panels(const wide *b, wide *y, long terms, long columns, int is_transposed) {
     for (long j = 0; j < columns; j += PANEL, y += terms * PANEL) {
         const long width = columns - j < PANEL ? columns - j : PANEL;
