@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,8 +106,11 @@ class RunFolder:
         folder = cls(path)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            write_whole(path / ".writable", "this folder can be written\n")
-            (path / ".writable").unlink()
+            # Without a name of its own, so that two that begin at once do not miss their file.
+            with tempfile.TemporaryFile(dir=path) as trial:
+                trial.write(b"this folder can be written")
+                trial.flush()
+                os.fsync(trial.fileno())
         lock = FileLock(path / ".lock", timeout=0)
         try:
             lock.acquire()
