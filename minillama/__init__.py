@@ -6,18 +6,15 @@ The public names load on first use, so that ``import minillama`` and the command
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minillama.config import ModelConfig, RunConfig, load_config
+    from minillama.config import ModelConfig, NormConfig, RunConfig, load_config
     from minillama.errors import MinillamaError
-    from minillama.evaluate import evaluate
-    from minillama.generate import generate
+    from minillama.evaluation import evaluate
     from minillama.model.norms import LayerNorm, RMSNorm, build_norm, register_norm
     from minillama.model.transformer import Transformer
-    from minillama.norm_config import NormConfig
+    from minillama.sampling import generate
     from minillama.training.checkpoint import load_checkpoint
     from minillama.training.trainer import train
 
@@ -25,12 +22,12 @@ __version__ = "0.1.0"
 
 _HOME = {
     "ModelConfig": "config",
-    "NormConfig": "norm_config",
+    "NormConfig": "config",
     "RunConfig": "config",
     "load_config": "config",
     "MinillamaError": "errors",
-    "evaluate": "evaluate",
-    "generate": "generate",
+    "evaluate": "evaluation",
+    "generate": "sampling",
     "LayerNorm": "model.norms",
     "RMSNorm": "model.norms",
     "build_norm": "model.norms",
@@ -66,15 +63,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
-
-
-class _Package(ModuleType):
-    """Keeps ``minillama.generate`` the function once the submodule of that name is imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and _HOME.get(name) == name:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

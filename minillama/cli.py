@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minillama import __version__, launch
-from minillama.ablation_config import load_ablation
-from minillama.config import json_schema, load_config, to_yaml
+from minillama.config import load_config
+from minillama.config.ablation import load_ablation
+from minillama.config.run import json_schema, to_yaml
 from minillama.errors import ConfigError, MinillamaError, OtherRankError
 
 EPILOG = "exit status: 0 good; 2 your config or arguments; 3 training diverged; 130 interrupted"

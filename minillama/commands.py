@@ -14,20 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minillama import launch
-from minillama.config import FilesSource, RunConfig
+from minillama.config import RunConfig
+from minillama.config.norms import NORM_KINDS
+from minillama.config.run import FilesSource
 from minillama.data.prepare import damaged_files, prepare
 from minillama.data.shards import Tokens, TokenShards
 from minillama.data.sources import open_documents
 from minillama.data.tokenizer import Tokenizer
 from minillama.errors import ConfigError, DivergedError, RunFolderError
-from minillama.evaluate import evaluate
-from minillama.generate import stream
+from minillama.evaluation import evaluate
 from minillama.model.convert import layernorm_to_rmsnorm
 from minillama.model.norms import NORMS
 from minillama.model.placement import PLACEMENTS
-from minillama.norm_config import NORM_KINDS
 from minillama.plugins import load_plugins
 from minillama.registry import unknown_name
+from minillama.sampling import stream
 from minillama.training.checkpoint import load_checkpoint, save_checkpoint
 from minillama.training.stability import remedies
 from minillama.training.trainer import train

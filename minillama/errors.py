@@ -31,7 +31,7 @@ class MinillamaError(Exception):
 
 
 @dataclass(frozen=True)
-class Fault:
+class FieldError:
     """One wrong entry of a config: its dotted path, the value found there and the rule it breaks.
 
     ``other`` is the path of the field that ``rule`` compares it with, if there is one.
@@ -50,21 +50,21 @@ class Fault:
 
 
 class ConfigError(MinillamaError, ValueError):
-    """The config or the arguments are wrong; ``faults`` lists every wrong entry of a config."""
+    """The config or the arguments are wrong; ``field_errors`` lists every wrong entry."""
 
     exit_status = 2
 
-    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
+    def __init__(self, message: str, field_errors: Sequence[FieldError] = ()) -> None:
         super().__init__(message)
-        self.faults = tuple(faults)
+        self.field_errors = tuple(field_errors)
 
     @classmethod
-    def of_faults(cls, where: str, faults: Sequence[Fault]) -> ConfigError:
-        """Build the error that reports all ``faults`` of the config ``where`` at once."""
-        if len(faults) == 1:
-            return cls(f"{where}: {faults[0]}", faults)
-        lines = "\n".join(f"  {fault}" for fault in faults)
-        return cls(f"{where}: {len(faults)} faults\n{lines}", faults)
+    def of(cls, where: str, errors: Sequence[FieldError]) -> ConfigError:
+        """Build the error that reports all ``errors`` of the config ``where`` at once."""
+        if len(errors) == 1:
+            return cls(f"{where}: {errors[0]}", errors)
+        lines = "\n".join(f"  {error}" for error in errors)
+        return cls(f"{where}: {len(errors)} errors\n{lines}", errors)
 
 
 class UnknownNameError(ConfigError):

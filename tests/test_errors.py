@@ -5,7 +5,7 @@ import re
 import pytest
 
 from minillama import errors
-from minillama.errors import ConfigError, Fault, MinillamaError
+from minillama.errors import ConfigError, FieldError, MinillamaError
 
 CLASSES = {
     name: cls
@@ -36,23 +36,26 @@ def test_one_except_clause_catches_all():
 
 
 def test_a_fault_is_one_line():
-    assert str(Fault("a.b", 3, "must be even")) == "a.b = 3: must be even"
-    assert str(Fault("", 3, "must be even")) == "must be even"
-    assert str(Fault("a", "x\ny", "is odd")) == "a = 'x\\ny': is odd"
-    long = str(Fault("a", "x" * 1000, "is long"))
+    assert str(FieldError("a.b", 3, "must be even")) == "a.b = 3: must be even"
+    assert str(FieldError("", 3, "must be even")) == "must be even"
+    assert str(FieldError("a", "x\ny", "is odd")) == "a = 'x\\ny': is odd"
+    long = str(FieldError("a", "x" * 1000, "is long"))
     assert len(long) < 80
     assert long.startswith("a = 'xxx")
     assert long.endswith("...: is long")
 
 
 def test_a_config_error_lists_every_fault():
-    faults = [Fault("a", 1, "is odd"), Fault("b.c", 2, "is even")]
-    one, two = ConfigError.of_faults("f.yaml", faults[:1]), ConfigError.of_faults("f.yaml", faults)
+    faults = [FieldError("a", 1, "is odd"), FieldError("b.c", 2, "is even")]
+    one, two = (
+        ConfigError.of("f.yaml", faults[:1]),
+        ConfigError.of("f.yaml", faults),
+    )
     assert str(one) == "f.yaml: a = 1: is odd"
-    assert str(two) == "f.yaml: 2 faults\n  a = 1: is odd\n  b.c = 2: is even"
-    assert one.faults == tuple(faults[:1])
-    assert two.faults == tuple(faults)
-    assert ConfigError("no such file").faults == ()
+    assert str(two) == "f.yaml: 2 errors\n  a = 1: is odd\n  b.c = 2: is even"
+    assert one.field_errors == tuple(faults[:1])
+    assert two.field_errors == tuple(faults)
+    assert ConfigError("no such file").field_errors == ()
 
 
 @pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
@@ -63,9 +66,9 @@ def test_errors_cross_process_borders(cls):
 
 
 def test_faults_cross_process_borders():
-    error = ConfigError.of_faults(
-        "f.yaml", [Fault("a", 1, "is odd"), Fault("b", 2, "is even", "a")]
+    error = ConfigError.of(
+        "f.yaml", [FieldError("a", 1, "is odd"), FieldError("b", 2, "is even", "a")]
     )
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
-    assert again.faults == error.faults
+    assert again.field_errors == error.field_errors

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from minillama import reading
 from minillama.cli import main
 from minillama.config import RunConfig
-from minillama.reading import dump_yaml
+from minillama.config import loading as reading
+from minillama.config.loading import dump_yaml
 
 MIB = 1 << 20
 SECONDS = 30  # the longest that one case may take; nearly all take a tenth of one

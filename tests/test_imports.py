@@ -13,15 +13,11 @@ PACKAGE = Path(minillama.__file__).parent
 
 LAYERS = [
     ("errors",),
-    ("registry", "cache", "checkpoint_folders", "launch"),
-    ("reading", "plugins"),
-    ("fields",),
-    ("norm_config",),
-    ("model_config",),
+    ("files", "registry", "checkpoint_folders", "launch"),
+    ("plugins",),
     ("config",),
-    ("ablation_config",),
     ("model", "data"),
-    ("evaluate", "generate", "plan"),
+    ("evaluation", "sampling", "plan"),
     ("training",),
     ("interop",),
     ("ablation",),
@@ -70,7 +66,7 @@ def targets(node):
             yield part if part in RANK else ""
 
 
-def faults_of(package):
+def field_errors(package):
     for path in sorted(package.rglob("*.py")):
         place = path.relative_to(package)
         if place == Path("__init__.py"):
@@ -98,7 +94,7 @@ def faults_of(package):
 
 
 def test_imports_point_downwards_and_stand_at_the_top():
-    assert list(faults_of(PACKAGE)) == []
+    assert list(field_errors(PACKAGE)) == []
 
 
 def test_the_walk_sees_the_package():
@@ -115,9 +111,9 @@ def test_the_walk_sees_the_package():
     [
         ("config.py", "from minillama.model.norms import RMSNorm", "config imports model"),
         ("config.py", "import minillama.training.trainer", "config imports training"),
-        ("config.py", "from minillama import generate", "config imports generate"),
+        ("config.py", "from minillama import sampling", "config imports sampling"),
         ("model/x.py", "from minillama.data import batches", "model imports data"),
-        ("model/x.py", "from minillama.evaluate import evaluate", "model imports evaluate"),
+        ("model/x.py", "from minillama.evaluation import evaluate", "model imports evaluation"),
         ("model/x.py", "from minillama.config import ModelConfig, RunConfig", "the model knows"),
         ("data/x.py", "from minillama.model.norms import RMSNorm", "data imports model"),
         ("errors.py", "from minillama.registry import nearest", "errors imports registry"),
@@ -144,7 +140,7 @@ def test_a_planted_fault_is_found(tmp_path, file, source, fault):
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_text(source)
-    found = list(faults_of(tmp_path))
+    found = list(field_errors(tmp_path))
     assert len(found) == 1
     assert fault in found[0]
 
@@ -167,7 +163,7 @@ def test_what_is_allowed_is_no_fault(tmp_path, file, source):
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_text(source)
-    assert list(faults_of(tmp_path)) == []
+    assert list(field_errors(tmp_path)) == []
 
 
 SLOW_PARTS_OF_TORCH = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy"}
@@ -207,7 +203,7 @@ def test_a_run_starts_without_the_slow_parts_of_torch(tmp_path):
         "train": {"steps": 2, "batch_size": 2, "eval_every": 0, "device": "cpu"},
     }
     code = (
-        "import sys; from minillama.config import parse_run; "
+        "import sys; from minillama.config.run import parse_run; "
         "from minillama.training.trainer import train; "
         f"train(parse_run({config!r}, 'test'), progress=False); "
         f"print(*sorted({SLOW_PARTS_OF_TORCH!r} & set(sys.modules)))"

@@ -8,7 +8,7 @@ import torch
 
 from minillama import build_norm, load_config, train
 from minillama.ablation.grid import cells
-from minillama.ablation_config import load_ablation
+from minillama.config.ablation import load_ablation
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

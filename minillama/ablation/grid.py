@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minillama.ablation_config import AblationConfig
-from minillama.config import OWNED_BY_KIND, RunConfig, parse_run, without_derived
-from minillama.errors import ConfigError, Fault
-from minillama.reading import dotted, override, read_yaml
+from minillama.config import RunConfig
+from minillama.config.ablation import AblationConfig
+from minillama.config.loading import dotted, override, read_yaml
+from minillama.config.run import OWNED_BY_KIND, parse_run, without_derived
+from minillama.errors import ConfigError, FieldError
 
 SET_BY_GRID = {
     "optim.lr": "lr",
@@ -101,31 +102,31 @@ def cells(config: AblationConfig) -> list[Cell]:
     base = override(base, {"optim.lr": config.lr[0], "train.seed": config.seeds[0]}, {})
     base.pop("out_dir", None)
     base_faults = _checked(base, "base")[1]
-    faults: dict[str, Fault] = {}
+    faults: dict[str, FieldError] = {}
     out: list[Cell] = []
     names = [arm.name for arm in arms(config)]
     root = Path(config.out_dir or f"runs/{config.name}")
     for arm in arms(config):
         run, found = None, _forbidden(arm)
         if names.count(arm.name) > 1:
-            found.append(Fault("", None, "two values of an axis give this arm the same name"))
+            found.append(FieldError("", None, "two values of an axis give this arm the same name"))
         try:
             run, more = _checked(override(base, arm.overrides, OWNED_BY_KIND), f"arms.{arm.name}")
             found += more
         except ConfigError as error:  # an override that leads nowhere
-            found.append(Fault("", None, str(error)))
+            found.append(FieldError("", None, str(error)))
         for fault in found:
             where = "base" if fault in base_faults else f"arms.{arm.name}"
             fault = (
-                Fault(f"{where}: {fault.path}", fault.value, fault.rule)
+                FieldError(f"{where}: {fault.path}", fault.value, fault.rule)
                 if fault.path
-                else Fault("", None, f"{where}: {fault.rule.removeprefix(where + ': ')}")
+                else FieldError("", None, f"{where}: {fault.rule.removeprefix(where + ': ')}")
             )
             faults.setdefault(str(fault), fault)
         if run is not None:
             out += _cells_of(arm.name, run, config, root)
     if faults:
-        raise ConfigError.of_faults(f"ablation {config.name}", list(faults.values()))
+        raise ConfigError.of(f"ablation {config.name}", list(faults.values()))
     return out
 
 
@@ -145,18 +146,18 @@ def _cells_of(arm: str, run: RunConfig, config: AblationConfig, root: Path) -> I
         yield Cell(arm, lr, seed, cell)
 
 
-def _checked(raw: Mapping[str, Any], where: str) -> tuple[RunConfig | None, list[Fault]]:
+def _checked(raw: Mapping[str, Any], where: str) -> tuple[RunConfig | None, list[FieldError]]:
     try:
         run = parse_run(raw, where)
         parallel, rule = run.train.parallel, "a cell is trained by one process; leave it out"
-        return run, [] if parallel == "none" else [Fault("train.parallel", parallel, rule)]
+        return run, [] if parallel == "none" else [FieldError("train.parallel", parallel, rule)]
     except ConfigError as error:
-        return None, list(error.faults) or [Fault("", None, str(error))]
+        return None, list(error.field_errors) or [FieldError("", None, str(error))]
 
 
-def _forbidden(arm: Arm) -> list[Fault]:
+def _forbidden(arm: Arm) -> list[FieldError]:
     return [
-        Fault(name, arm.overrides[name], f"is set by {by}; leave it out")
+        FieldError(name, arm.overrides[name], f"is set by {by}; leave it out")
         for name, by in SET_BY_GRID.items()
         if name in arm.overrides
     ]

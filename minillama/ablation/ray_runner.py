@@ -36,10 +36,10 @@ from ray.exceptions import RayError, TaskCancelledError
 from minillama.ablation import runner
 from minillama.ablation.grid import Cell
 from minillama.ablation.pool import Ended, Worker
-from minillama.ablation_config import AblationConfig, RunnerConfig
-from minillama.config import to_yaml
+from minillama.config.ablation import AblationConfig, RunnerConfig
+from minillama.config.run import to_yaml
 from minillama.errors import ConfigError, RunFolderError
-from minillama.training.durable import write_whole, writing
+from minillama.files import write_whole, writing
 
 STAYS = ("checkpoints", ".lock")
 """What of a run folder does not come back."""

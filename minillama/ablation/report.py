@@ -18,7 +18,7 @@ from minillama.ablation.page import render
 from minillama.ablation.picture import write_picture
 from minillama.ablation.results import COLUMNS, Results, read_results, row_of
 from minillama.ablation.verdict import headline, number
-from minillama.training.durable import write_whole, writing
+from minillama.files import write_whole, writing
 
 _TEXTS = ("arm", "fate", "run_dir", "config_hash", "weights_hash", "data_hash", "error")
 _WHOLE = ("seed", "steps", "tokens", "best_step", "n_params", "n_norm_params", "threads")

@@ -23,9 +23,9 @@ from minillama.ablation.grid import arms as arms_of
 from minillama.ablation.grid import cell_path
 from minillama.ablation.measures import gradient_figures, spike_score
 from minillama.ablation.sessions import Session, read_sessions
-from minillama.ablation_config import load_ablation
+from minillama.config.ablation import load_ablation
+from minillama.config.loading import read_yaml
 from minillama.errors import ConfigError, RunFolderError
-from minillama.reading import read_yaml
 from minillama.training.loggers import read_metrics
 
 Floats = NDArray[np.float64]

@@ -26,8 +26,9 @@ from minillama.ablation.grid import Cell, cells
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.sessions import RunningSession
 from minillama.ablation.table import CellTable, is_finished
-from minillama.ablation_config import AblationConfig
-from minillama.config import parse_run, to_yaml
+from minillama.config.ablation import AblationConfig
+from minillama.config.loading import dotted, read_yaml
+from minillama.config.run import parse_run, to_yaml
 from minillama.data.prepare import prepare
 from minillama.errors import (
     ConfigError,
@@ -35,11 +36,10 @@ from minillama.errors import (
     MinillamaError,
     RunFolderError,
 )
+from minillama.files import write_whole, writing
 from minillama.model.norms import is_ours
 from minillama.plan.limit import refuse_what_cannot_fit
-from minillama.reading import dotted, read_yaml
 from minillama.training.device import pick_device
-from minillama.training.durable import write_whole, writing
 from minillama.training.interrupt import StopSignal
 
 UNCOUNTED = ("name", "out_dir", "loggers")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from minillama.errors import RunFolderError
-from minillama.training.durable import write_whole, writing
+from minillama.files import write_whole, writing
 
 _FILE = "sessions.json"
 

@@ -12,7 +12,7 @@ from typing import Any
 from minillama.ablation.grid import Cell
 from minillama.ablation.pool import Ended
 from minillama.ablation.results import COLUMNS, read_run, row_of
-from minillama.training.durable import write_whole, writing
+from minillama.files import write_whole, writing
 
 
 def is_finished(cell: Cell) -> bool:

@@ -28,7 +28,7 @@ from typing import TextIO
 import torch
 from filelock import FileLock, Timeout
 
-from minillama.config import parse_run
+from minillama.config.run import parse_run
 from minillama.errors import DivergedError, InterruptedRunError, MinillamaError
 from minillama.training.trainer import train
 

@@ -21,8 +21,8 @@ from typing import Any
 from minillama.ablation.grid import cells
 from minillama.ablation.results import read_results
 from minillama.ablation.runner import run
-from minillama.ablation_config import AblationConfig
 from minillama.bench.timing import load_average, machine, quartiles, table
+from minillama.config.ablation import AblationConfig
 from minillama.data.prepare import prepare
 from minillama.errors import MinillamaError
 

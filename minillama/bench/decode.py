@@ -23,11 +23,12 @@ from transformers import GenerationConfig
 
 from minillama.bench.peers import hf_llama
 from minillama.bench.timing import load_average, machine, quartiles, table, torch_threads
-from minillama.config import RunConfig, resolve
+from minillama.config import RunConfig
+from minillama.config.run import resolve
 from minillama.data.tokenizer import ByteTokenizer
-from minillama.generate import generate, generate_batch
 from minillama.interop.gguf import export
 from minillama.model.transformer import Transformer
+from minillama.sampling import generate, generate_batch
 from minillama.training.checkpoint import save_checkpoint
 
 STORIES15M = {"dim": 288, "n_layers": 6, "n_heads": 6, "ffn_dim": 768, "vocab_size": 32000}

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from x_transformers import Decoder, TransformerWrapper
 
-from minillama.config import ModelConfig, OptimConfig
+from minillama.config import ModelConfig
+from minillama.config.run import OptimConfig
 
 logger.disable("x_transformers")  # which has advice on the shape that it is given
 

@@ -26,7 +26,8 @@ from minillama.bench.timing import (
     table,
     torch_threads,
 )
-from minillama.config import ModelConfig, OptimConfig
+from minillama.config import ModelConfig
+from minillama.config.run import OptimConfig
 from minillama.model.kernels import linear, weight_gradient
 from minillama.model.transformer import Transformer
 from minillama.training.optim import build_optimizer, clip_gradients

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from minillama.cache import cache_folder
 from minillama.data.building import build_once
 from minillama.errors import DataError, SourceUnreachableError
+from minillama.files import cache_folder
 
 _TIMEOUT = 10.0  # seconds without an answer
 _READ_AT_ONCE = 1 << 16  # bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from minillama.config import FilesSource
+from minillama.config.run import FilesSource
 from minillama.data.download import download
 from minillama.errors import DataError
 

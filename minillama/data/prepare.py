@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tqdm import tqdm
 
-from minillama.cache import cache_folder
-from minillama.config import RunConfig, TokenizerConfig, resolve
+from minillama.config import RunConfig
+from minillama.config.run import TokenizerConfig, resolve
 from minillama.data.building import build_once
 from minillama.data.files import Piece
 from minillama.data.sharding import Sharding, index_of, write_whole
@@ -41,6 +41,7 @@ from minillama.data.streams import open_stream, source_stamp
 from minillama.data.token_writer import TokenWriter
 from minillama.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from minillama.errors import DataError, TokenizerError
+from minillama.files import cache_folder
 
 _FORMAT = 1  # of the token files and of the way to them; a new one makes old caches unused
 _NEAR_CHARS = 4096  # how far the border moves, at most, to a line's or a word's end

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from minillama.config import FilesSource, PydocsSource, Source
+from minillama.config.run import FilesSource, PydocsSource, Source
 from minillama.data.files import local_files, read_text
 from minillama.errors import DataError
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from minillama.config import FilesSource, PydocsSource, Source
+from minillama.config.run import FilesSource, PydocsSource, Source
 from minillama.data.files import Piece, data_files, is_url, local_files, read_piece
 from minillama.data.sources import open_documents, source_hash
 from minillama.errors import DataError

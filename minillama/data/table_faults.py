@@ -11,7 +11,7 @@ import huggingface_hub
 import huggingface_hub.constants
 import huggingface_hub.errors
 
-from minillama.config import HubSource
+from minillama.config.run import HubSource
 from minillama.errors import DataError, MinillamaError, SourceUnreachableError
 
 _TIMEOUT = 10.0  # seconds until the hub counts as unreachable

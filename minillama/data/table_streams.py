@@ -12,7 +12,7 @@ from typing import Any
 
 import datasets
 
-from minillama.config import FilesSource, HubSource
+from minillama.config.run import FilesSource, HubSource
 from minillama.data.files import Piece, data_files, is_url
 from minillama.data.streams import Pieces, Place
 from minillama.data.table_faults import explained, quiet, text_of

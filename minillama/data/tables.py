@@ -19,8 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from minillama.cache import cache_folder
-from minillama.config import FilesSource, HubSource
+from minillama.config.run import FilesSource, HubSource
 from minillama.data.building import build_once
 from minillama.data.files import check_utf8
 from minillama.data.table_faults import (
@@ -33,6 +32,7 @@ from minillama.data.table_faults import (
     text_of,
 )
 from minillama.errors import DataError
+from minillama.files import cache_folder
 
 _LOGGER = logging.getLogger("minillama")
 _ROWS_AT_ONCE = 1000

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import sentencepiece
 
-from minillama.config import BYTE_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE, TokenizerConfig
+from minillama.config.run import BYTE_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE, TokenizerConfig
 from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.errors import TokenizerError
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from minillama.config import ModelConfig
-from minillama.errors import ConfigError, Fault
+from minillama.errors import ConfigError, FieldError
 from minillama.model.placement import PLACEMENTS
 
 Format = Literal["transformers", "llama.cpp"]
@@ -179,7 +179,7 @@ def architecture_of(config: ModelConfig, target: Format) -> Architecture:
     Raises:
         ConfigError: ``target`` has none; the message says of each what differs.
     """
-    found: list[tuple[Architecture, list[Fault]]] = []
+    found: list[tuple[Architecture, list[FieldError]]] = []
     for row in ARCHITECTURES:
         faults = list(_differences(row, config, target))
         if not faults:
@@ -198,27 +198,29 @@ def architecture_of(config: ModelConfig, target: Format) -> Architecture:
     )
 
 
-def _differences(row: Architecture, config: ModelConfig, target: Format) -> Iterator[Fault]:
+def _differences(row: Architecture, config: ModelConfig, target: Format) -> Iterator[FieldError]:
     for path, needed in row.requires.items():
         value = _value_at(config, path)
         # An option that this kind of norm does not have is no reason: its kind is one.
         if value not in (needed, None):
-            yield Fault(f"model.{path}", value, f"not {needed!r}")
+            yield FieldError(f"model.{path}", value, f"not {needed!r}")
     for name, info in ModelConfig.model_fields.items():
         if name not in CARRIED and getattr(config, name) != info.default:
-            yield Fault(f"model.{name}", getattr(config, name), f"not {info.default!r}")
+            yield FieldError(f"model.{name}", getattr(config, name), f"not {info.default!r}")
     if target == "transformers":
         if row.eps is None and config.norm.eps != row.fixed_eps:
-            yield Fault("model.norm.eps", config.norm.eps, f"fixed there at {row.fixed_eps}")
+            yield FieldError("model.norm.eps", config.norm.eps, f"fixed there at {row.fixed_eps}")
         if row.heads_divide_dim and config.dim % config.n_heads:
-            yield Fault("model.dim", config.dim, f"not divisible by n_heads = {config.n_heads}")
+            yield FieldError(
+                "model.dim", config.dim, f"not divisible by n_heads = {config.n_heads}"
+            )
         return
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "llama3" and not row.scales_frequencies:
-        yield Fault("model.rope_scaling.kind", scaling.kind, "not known there")
+        yield FieldError("model.rope_scaling.kind", scaling.kind, "not known there")
     if not row.free_head_dim and config.head_dim * config.n_heads != config.dim:
         rule = f"not dim / n_heads = {config.dim} / {config.n_heads}"
-        yield Fault("model.head_dim", config.head_dim, rule)
+        yield FieldError("model.head_dim", config.head_dim, rule)
 
 
 def _value_at(config: ModelConfig, path: str) -> Any:

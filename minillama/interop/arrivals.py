@@ -8,15 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minillama.config import ModelConfig, RunConfig, resolve
+from minillama.config import ModelConfig, RunConfig
+from minillama.config.run import resolve
 from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError
+from minillama.files import writing
 from minillama.interop.architectures import Architecture
 from minillama.model.sizes import absurd_sizes
 from minillama.model.transformer import Transformer
 from minillama.training.checkpoint import save_checkpoint
-from minillama.training.durable import writing
 
 KINDS: dict[type, str] = {
     SentencePieceTokenizer: "bpe",

@@ -17,16 +17,16 @@ from torch import Tensor
 from minillama import __version__
 from minillama.checkpoint_folders import resolve_checkpoint
 from minillama.config import RunConfig
+from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import ConfigError
+from minillama.files import writing
 from minillama.interop.architectures import Architecture, architecture_of, weight_names
 from minillama.interop.arrivals import claim
 from minillama.interop.hf_tokenizer import SPECIAL_NAMES, byte_pieces, exportable_pieces
 from minillama.interop.pieces import Kind
 from minillama.model.rope import inverse_frequencies
-from minillama.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from minillama.training.checkpoint import load_checkpoint
-from minillama.training.durable import writing
 
 DTYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from minillama.config import ModelConfig
+from minillama.config.loading import check
 from minillama.data.foreign import NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
-from minillama.errors import CheckpointError, ConfigError, Fault, TokenizerError
+from minillama.errors import CheckpointError, ConfigError, FieldError, TokenizerError
 from minillama.interop.architectures import (
     ARCHITECTURES,
     Architecture,
@@ -25,7 +26,6 @@ from minillama.interop.gguf_file import GGUFFile, read_header
 from minillama.interop.hf_tokenizer import byte_pieces
 from minillama.interop.pieces import Kind, Piece, write_pieces
 from minillama.model.transformer import Transformer
-from minillama.reading import check
 
 _OPTIONAL = ("vocab_size", "n_kv_heads", "head_dim")
 _ROPE_KEYS = ("rope.freq_base", "rope.scaling.type", "rope.scaling.factor")
@@ -78,10 +78,12 @@ def _read_config(header: GGUFFile) -> tuple[ModelConfig, Architecture]:
         config = check(ModelConfig, shape, str(header.path))
     except ConfigError as error:
         theirs_of = {**dict(MODEL_KEYS), "norm.eps": row.gguf_eps}
-        faults += [Fault(theirs_of.get(f.path, f.path), f.value, f.rule) for f in error.faults]
+        faults += [
+            FieldError(theirs_of.get(f.path, f.path), f.value, f.rule) for f in error.field_errors
+        ]
     if faults:
         raise CheckpointError(
-            f"not a model that can be imported: {ConfigError.of_faults(str(header.path), faults)}"
+            f"not a model that can be imported: {ConfigError.of(str(header.path), faults)}"
         )
     return config.resolve(), row
 
@@ -91,23 +93,25 @@ def _short(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _faults(raw: Mapping[str, Any], row: Architecture, header: GGUFFile) -> Iterator[Fault]:
+def _faults(raw: Mapping[str, Any], row: Architecture, header: GGUFFile) -> Iterator[FieldError]:
     """Yield the keys that are missing, or that say what no model here can do."""
     known = {theirs for _, theirs in MODEL_KEYS}
     for ours, theirs in MODEL_KEYS:
         if theirs not in raw and ours not in _OPTIONAL:
-            yield Fault(theirs, None, "is missing")
+            yield FieldError(theirs, None, "is missing")
     for key, value in raw.items():
         if value and key not in known and key not in (row.gguf_eps, *_ROPE_KEYS):
-            yield Fault(key, value, "not supported; it may change what the model computes")
+            yield FieldError(key, value, "not supported; it may change what the model computes")
     if raw.get("rope.scaling.type", "none") not in ("none", "linear"):
-        yield Fault("rope.scaling.type", raw["rope.scaling.type"], "only linear is supported")
+        yield FieldError("rope.scaling.type", raw["rope.scaling.type"], "only linear is supported")
     sizes = {raw[theirs] for ours, theirs in MODEL_KEYS if ours == "head_dim" and theirs in raw}
     if len(sizes) > 1:
-        yield Fault("attention.key_length", sorted(sizes), "keys, values and RoPE must be alike")
+        yield FieldError(
+            "attention.key_length", sorted(sizes), "keys, values and RoPE must be alike"
+        )
     if "rope_freqs.weight" in header.tensors:
         rule = "GGUF does not say which scaling of RoPE it comes from; import the original"
-        yield Fault("rope_freqs.weight", "a tensor", rule)
+        yield FieldError("rope_freqs.weight", "a tensor", rule)
 
 
 def _is_tied(header: GGUFFile, row: Architecture) -> bool:

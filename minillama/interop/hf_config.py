@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from minillama.errors import CheckpointError, ConfigError, Fault
+from minillama.config.loading import check
+from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
+from minillama.errors import CheckpointError, ConfigError, FieldError
 from minillama.interop.architectures import ARCHITECTURES, DEFAULTS, Architecture, norm_section
-from minillama.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
-from minillama.reading import check
 
 MODEL_FIELDS: tuple[tuple[str, str], ...] = (
     ("vocab_size", "vocab_size"),
@@ -99,7 +99,7 @@ def read(raw: Mapping[str, Any], where: str) -> tuple[ModelConfig, Architecture]
             value that none can have; the message names every one.  ``where`` names the file in it.
     """
     row = _row_of(raw, where)
-    faults = [Fault(key, None, "is missing") for key in _REQUIRED if raw.get(key) is None]
+    faults = [FieldError(key, None, "is missing") for key in _REQUIRED if raw.get(key) is None]
     faults += _features(raw, row)
     rope = _rope(raw, faults)
     defaults = {**DEFAULTS, **row.defaults}
@@ -110,9 +110,11 @@ def read(raw: Mapping[str, Any], where: str) -> tuple[ModelConfig, Architecture]
         config = check(ModelConfig, {**known, **rope, "norm": norm_section(row, eps)}, where)
     except ConfigError as error:
         theirs_of = {**dict(MODEL_FIELDS), "norm.eps": row.eps or ""}
-        faults += [Fault(theirs_of.get(f.path, f.path), f.value, f.rule) for f in error.faults]
+        faults += [
+            FieldError(theirs_of.get(f.path, f.path), f.value, f.rule) for f in error.field_errors
+        ]
     if faults:
-        lines = ConfigError.of_faults(where, faults)
+        lines = ConfigError.of(where, faults)
         raise CheckpointError(f"not a model that can be imported: {lines}")
     return config.resolve(), row
 
@@ -134,7 +136,7 @@ def _row_of(raw: Mapping[str, Any], where: str) -> Architecture:
     return row
 
 
-def _features(raw: Mapping[str, Any], row: Architecture) -> Iterator[Fault]:
+def _features(raw: Mapping[str, Any], row: Architecture) -> Iterator[FieldError]:
     """Yield the features that no model here has.
 
     A key that we do not know is a feature that is off where its value is null, false, 0 or empty.
@@ -143,15 +145,15 @@ def _features(raw: Mapping[str, Any], row: Architecture) -> Iterator[Fault]:
     for key, value in raw.items():
         if key in _FIXED:
             if value not in (None, _FIXED[key]):
-                yield Fault(key, value, f"only {_FIXED[key]!r} is supported")
+                yield FieldError(key, value, f"only {_FIXED[key]!r} is supported")
         elif value and key not in known and not key.startswith("_"):
-            yield Fault(key, value, "not supported; it may change what the model computes")
+            yield FieldError(key, value, "not supported; it may change what the model computes")
     if raw.get("layer_types") and any(kind != "full_attention" for kind in raw["layer_types"]):
-        yield Fault("layer_types", raw["layer_types"], "only full_attention is supported")
+        yield FieldError("layer_types", raw["layer_types"], "only full_attention is supported")
     has_switch = "use_sliding_window" in raw or row.model_type == "qwen3"
     window = raw.get("sliding_window", 4096 if raw.get("use_sliding_window") else None)
     if window and raw.get("use_sliding_window", not has_switch):
-        yield Fault("sliding_window", window, "sliding windows are not supported")
+        yield FieldError("sliding_window", window, "sliding windows are not supported")
 
 
 _ROPE_KINDS: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -161,18 +163,20 @@ _ROPE_KINDS: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def _rope(raw: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
+def _rope(raw: Mapping[str, Any], faults: list[FieldError]) -> dict[str, Any]:
     """Return ``rope_theta`` and ``rope_scaling`` of our config; add what is wrong to ``faults``."""
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(where) or {}
     if not isinstance(rope, Mapping):
-        faults.append(Fault(where, rope, "is not a mapping"))
+        faults.append(FieldError(where, rope, "is not a mapping"))
         return {}
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     ours = {"rope_theta": DEFAULTS["rope_theta"] if theta is None else theta}
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     if kind not in _ROPE_KINDS:
-        faults.append(Fault(f"{where}.rope_type", kind, f"not one of {', '.join(_ROPE_KINDS)}"))
+        faults.append(
+            FieldError(f"{where}.rope_type", kind, f"not one of {', '.join(_ROPE_KINDS)}")
+        )
         return ours
     fields = _ROPE_KINDS[kind]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -180,9 +184,11 @@ def _rope(raw: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
     for key, value in rope.items():
         unused = kind == "default" and not isinstance(value, Mapping)  # as transformers has it
         if key == "partial_rotary_factor" and value not in (None, 1.0):
-            faults.append(Fault(f"{where}.{key}", value, "only 1.0 is supported"))
+            faults.append(FieldError(f"{where}.{key}", value, "only 1.0 is supported"))
         elif value is not None and key not in known and not unused:
-            faults.append(Fault(f"{where}.{key}", value, f"not supported with rope_type {kind}"))
+            faults.append(
+                FieldError(f"{where}.{key}", value, f"not supported with rope_type {kind}")
+            )
     if kind == "default":
         return ours
     given = dict(rope)
@@ -193,6 +199,6 @@ def _rope(raw: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
             "original_max_position_embeddings", given["original_max_position_embeddings"]
         )
     missing = [theirs for _, theirs in fields if given.get(theirs) is None]
-    faults += [Fault(f"{where}.{key}", None, "is missing") for key in missing]
+    faults += [FieldError(f"{where}.{key}", None, "is missing") for key in missing]
     scaling = {mine: given[theirs] for mine, theirs in fields if theirs not in missing}
     return {**ours, "rope_scaling": None if missing else {"kind": kind, **scaling}}

@@ -21,6 +21,7 @@ from minillama.checkpoint_folders import resolve_checkpoint
 from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError, TokenizerError
+from minillama.files import new_folder, writing
 from minillama.interop import hf_config
 from minillama.interop.architectures import architecture_of, weight_names
 from minillama.interop.arrivals import claim, save_imported
@@ -39,7 +40,6 @@ from minillama.interop.hf_tokenizer import (
 from minillama.interop.hf_weights import WEIGHTS, read_json, read_model
 from minillama.interop.model_card import model_card
 from minillama.training.checkpoint import load_checkpoint
-from minillama.training.durable import new_folder, writing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

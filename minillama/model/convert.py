@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from minillama.config import ModelConfig
-from minillama.errors import ConfigError, Fault
+from minillama.config.norms import NormConfig
+from minillama.errors import ConfigError, FieldError
 from minillama.model.transformer import Transformer
-from minillama.norm_config import NormConfig
 
 _READ_ONLY_PLACEMENTS = ("pre", "scaled")
 """Placements whose norms only read the stream: what they put out is not written back to it."""
@@ -31,7 +31,7 @@ def layernorm_to_rmsnorm(model: Transformer) -> Transformer:
     weights = model.state_dict()
     faults = _faults(model.config)
     if faults:
-        raise ConfigError.of_faults("no equivalent RMSNorm model", faults)
+        raise ConfigError.of("no equivalent RMSNorm model", faults)
     config = model.config.model_copy(
         update={
             "tie_embeddings": False,
@@ -58,14 +58,14 @@ def layernorm_to_rmsnorm(model: Transformer) -> Transformer:
     return twin
 
 
-def _faults(config: ModelConfig) -> list[Fault]:
+def _faults(config: ModelConfig) -> list[FieldError]:
     norm = config.norm
     faults = []
     if norm.kind != "layernorm":
-        faults.append(Fault("model.norm.kind", norm.kind, "is not layernorm"))
+        faults.append(FieldError("model.norm.kind", norm.kind, "is not layernorm"))
     if norm.placement not in _READ_ONLY_PLACEMENTS:
         rule = f"must be one of {', '.join(_READ_ONLY_PLACEMENTS)}; its norms write to the stream"
-        faults.append(Fault("model.norm.placement", norm.placement, rule))
+        faults.append(FieldError("model.norm.placement", norm.placement, rule))
     if norm.embed_norm:
-        faults.append(Fault("model.norm.embed_norm", True, "it writes to the stream"))
+        faults.append(FieldError("model.norm.embed_norm", True, "it writes to the stream"))
     return faults

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from pydantic import BaseModel, create_model
 from torch import Tensor, nn
 
+from minillama.config.loading import Section
+from minillama.config.norms import NORM_KINDS, NormConfig
 from minillama.model.kernels import rms_norm, rms_norm_reference
-from minillama.norm_config import NORM_KINDS, NormConfig
-from minillama.reading import Section
 from minillama.registry import Registry
 
 

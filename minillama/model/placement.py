@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minillama import norm_config
+from minillama.config import norms as norm_config
 from minillama.registry import Registry
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minillama.model_config import LinearRopeScaling, Llama3RopeScaling
+from minillama.config.model import LinearRopeScaling, Llama3RopeScaling
 
 
 class Rotation(NamedTuple):

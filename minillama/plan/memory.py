@@ -26,7 +26,8 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from minillama.config import ModelConfig, RunConfig, TrainConfig
+from minillama.config import ModelConfig, RunConfig
+from minillama.config.run import TrainConfig
 from minillama.model.kernels.cross_entropy import CHUNK_NUMBERS, CHUNK_ROWS
 from minillama.model.kernels.mlp import is_one_kernel
 from minillama.plan.parameters import Layout, block_matrices, count_parameters

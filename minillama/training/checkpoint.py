@@ -36,14 +36,15 @@ from minillama.checkpoint_folders import (
     resolve_checkpoint,
     step_folders,
 )
-from minillama.config import RunConfig, load_plugins_of
+from minillama.config import RunConfig
+from minillama.config.loading import check
+from minillama.config.run import load_plugins_of
 from minillama.data.tokenizer import Tokenizer, load_tokenizer
 from minillama.errors import CheckpointError, ConfigError, MinillamaError
+from minillama.files import new_folder, writing
 from minillama.model.sizes import absurd_sizes, misfits
 from minillama.model.transformer import Transformer, is_norm_parameter
-from minillama.reading import check
 from minillama.training.device import pick_device
-from minillama.training.durable import new_folder, writing
 
 # ------------------------------------------------------------------------------------------ write
 

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from minillama import launch
-from minillama.config import RunConfig, TrainConfig
-from minillama.errors import ConfigError, Fault
+from minillama.config import RunConfig
+from minillama.config.run import TrainConfig
+from minillama.errors import ConfigError, FieldError
 from minillama.training.device import pick_device
 from minillama.training.ranks import Ranks
 
@@ -53,18 +54,18 @@ def _check(train: TrainConfig, n: int) -> None:
     micro = train.micro_batch_size
     if train.batch_size % n:
         rule = f"is not divisible by the {n} processes"
-        faults.append(Fault("train.batch_size", train.batch_size, rule))
+        faults.append(FieldError("train.batch_size", train.batch_size, rule))
     elif micro not in (None, train.batch_size) and (train.batch_size // n) % micro:
         rule = (
             f"does not divide each process's share, {train.batch_size // n} of "
             f"train.batch_size = {train.batch_size}"
         )
-        faults.append(Fault("train.micro_batch_size", micro, rule))
+        faults.append(FieldError("train.micro_batch_size", micro, rule))
     if train.dtype == "float16":
         rule = "needs a scale of the loss that processes agree on; set bfloat16"
-        faults.append(Fault("train.dtype", train.dtype, rule))
+        faults.append(FieldError("train.dtype", train.dtype, rule))
     if faults:
-        raise launch.alike(ConfigError.of_faults(f"train.parallel = {train.parallel}", faults))
+        raise launch.alike(ConfigError.of(f"train.parallel = {train.parallel}", faults))
 
 
 def _own_device(name: str) -> torch.device:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minillama.errors import ConfigError
-from minillama.training.durable import write_whole
+from minillama.files import write_whole
 
 Line = Mapping[str, Any]
 

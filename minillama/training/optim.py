@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from minillama.config import OptimConfig
+from minillama.config.run import OptimConfig
 from minillama.model.transformer import is_norm_parameter
 
 FUSED_DEVICES = ("cpu", "cuda")

@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minillama import launch
 from minillama.checkpoint_folders import OPTIMIZER
-from minillama.config import TrainConfig
+from minillama.config.run import TrainConfig
 from minillama.data.batches import Batches, rows_of_rank
 from minillama.errors import (
     MinillamaError,

@@ -20,9 +20,10 @@ from filelock import FileLock, Timeout
 
 from minillama import launch
 from minillama.checkpoint_folders import step_folders, step_of
-from minillama.config import RunConfig, to_yaml
-from minillama.errors import ConfigError, DivergedError, Fault, RunFolderError
-from minillama.training.durable import (
+from minillama.config import RunConfig
+from minillama.config.run import to_yaml
+from minillama.errors import ConfigError, DivergedError, FieldError, RunFolderError
+from minillama.files import (
     drop_folder,
     drop_unfinished,
     point_link,
@@ -282,16 +283,16 @@ def check_resumable(saved: RunConfig, config: RunConfig, step: int, where: Path)
     parallel = {saved.train.parallel, config.train.parallel} != {"none"}
     may_change = MAY_CHANGE | {"train.micro_batch_size"} if parallel else MAY_CHANGE
     faults = [
-        Fault(name, now, f"the run began with {before!r}")
+        FieldError(name, now, f"the run began with {before!r}")
         for name, (before, now) in differences(saved, config).items()
         if name not in may_change
     ]
     if step > config.train.steps:
         rule = f"the run has already made {step} steps"
-        faults.append(Fault("train.steps", config.train.steps, rule))
+        faults.append(FieldError("train.steps", config.train.steps, rule))
     if faults:
         where = Path(f"{where} cannot be resumed with another config")
-        raise ConfigError.of_faults(str(where), faults)
+        raise ConfigError.of(str(where), faults)
 
 
 def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:

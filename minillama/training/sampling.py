@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from minillama.data.tokenizer import Tokenizer
-from minillama.generate import generate
 from minillama.model.transformer import Transformer
+from minillama.sampling import generate
 
 TOKENS, TEMPERATURE, TOP_K = 200, 0.8, 50
 

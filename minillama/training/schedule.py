@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from minillama.config import OptimConfig
+from minillama.config.run import OptimConfig
 
 WSD_DECAY = 5
 """``wsd`` falls over the last 1/WSD_DECAY of the run."""

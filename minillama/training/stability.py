@@ -20,7 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from minillama.config import RunConfig, TrainConfig
+from minillama.config import RunConfig
+from minillama.config.run import TrainConfig
 from minillama.errors import DataError
 
 Verdict = Literal["make", "skip", "stop"]

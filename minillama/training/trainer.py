@@ -29,14 +29,15 @@ from torch import Tensor
 
 from minillama import launch
 from minillama.checkpoint_folders import step_of
-from minillama.config import RunConfig, resolve
+from minillama.config import RunConfig
+from minillama.config.model import advice
+from minillama.config.run import resolve
 from minillama.data.batches import Batches
 from minillama.data.prepare import Prepared, prepare
 from minillama.errors import DivergedError, InterruptedRunError
-from minillama.evaluate import evaluate
+from minillama.evaluation import evaluate
 from minillama.model.kernels import IGNORED
 from minillama.model.transformer import Transformer, is_norm_parameter
-from minillama.model_config import advice
 from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.training.bar import progress_bar, shown
 from minillama.training.checkpoint import (

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from minillama.ablation.grid import cells
-from minillama.ablation_config import load_ablation
-from minillama.reading import read_yaml
+from minillama.config.ablation import load_ablation
+from minillama.config.loading import read_yaml
 
 FOLDER = Path(__file__).parents[2] / "configs/ablations"
 FILES = [path for path in sorted(FOLDER.glob("*.yaml")) if "arms" in read_yaml(path)]

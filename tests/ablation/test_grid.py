@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from minillama.ablation.grid import arms, cells
-from minillama.ablation_config import AblationConfig
+from minillama.config.ablation import AblationConfig
 from minillama.errors import ConfigError
 
 

@@ -15,9 +15,10 @@ import ray
 from ray.cluster_utils import Cluster
 
 from minillama.ablation import ray_runner, runner
-from minillama.ablation_config import AblationConfig
 from minillama.cli import main
-from minillama.config import load_config, to_yaml
+from minillama.config import load_config
+from minillama.config.ablation import AblationConfig
+from minillama.config.run import to_yaml
 from minillama.errors import ConfigError
 
 OF_THE_MACHINE = (

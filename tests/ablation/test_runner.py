@@ -19,8 +19,8 @@ from minillama.ablation.grid import cells
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.runner import dry_run, run
 from minillama.ablation.sessions import read_sessions
-from minillama.ablation_config import AblationConfig, load_ablation
-from minillama.config import to_yaml
+from minillama.config.ablation import AblationConfig, load_ablation
+from minillama.config.run import to_yaml
 from minillama.errors import ConfigError, MinillamaError, RunFolderError
 
 PLUGIN = '''
@@ -167,7 +167,7 @@ def _start(config: AblationConfig, path: Path) -> "subprocess.Popen[str]":
     path.write_text(to_yaml(config))
     code = (
         "import sys; from minillama.ablation.runner import run; "
-        "from minillama.ablation_config import load_ablation; run(load_ablation(sys.argv[1]))"
+        "from minillama.config.ablation import load_ablation; run(load_ablation(sys.argv[1]))"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code, str(path)], stderr=subprocess.PIPE, text=True

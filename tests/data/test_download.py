@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minillama.config import FilesSource
+from minillama.config.run import FilesSource
 from minillama.data.download import download
 from minillama.data.sources import open_documents
 from minillama.errors import DataError, SourceUnreachableError

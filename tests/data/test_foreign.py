@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from minillama.config import TokenizerConfig
+from minillama.config.run import TokenizerConfig
 from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import load_tokenizer
 from minillama.errors import TokenizerError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minillama.config import parse_run, to_yaml
+from minillama.config.run import parse_run, to_yaml
 
 pytest.importorskip("resource")
 

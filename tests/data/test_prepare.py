@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillama.config import RunConfig, resolve
+from minillama.config import RunConfig
+from minillama.config.run import resolve
 from minillama.data.prepare import Prepared, Split, cut, prepare
 from minillama.data.sources import Documents
 from minillama.data.tokenizer import ByteTokenizer, train_tokenizer
@@ -248,7 +249,7 @@ def test_a_second_run_imports_neither_datasets_nor_torch_and_is_quick(tmp_path):
     prepare(config(files))
     program = (
         "import sys, time\n"
-        "from minillama.config import RunConfig, resolve\n"
+        "from minillama.config.run import RunConfig, resolve\n"
         "from minillama.data.prepare import prepare\n"
         f"data = {config(files).data.model_dump()!r}\n"
         "start = time.monotonic()\n"
@@ -264,7 +265,7 @@ def test_several_processes_may_prepare_at_once(tmp_path):
     made = config(files, {"kind": "bpe", "vocab_size": 290}).model_dump(mode="json")
     program = (
         "import json\n"
-        "from minillama.config import RunConfig\n"
+        "from minillama.config.run import RunConfig\n"
         "from minillama.data.prepare import prepare\n"
         f"print(prepare(RunConfig(**json.loads({json.dumps(made)!r}))).meta.data_sha256)\n"
     )

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from minillama.config import parse_run
+from minillama.config.run import parse_run
 from minillama.data.prepare import prepare
 from minillama.errors import MinillamaError
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from minillama.cli import main
-from minillama.config import RunConfig, parse_run, to_yaml
+from minillama.config import RunConfig
+from minillama.config.run import parse_run, to_yaml
 from minillama.data.prepare import damaged_files, prepare
 from minillama.data.tokenizer import ByteTokenizer, train_tokenizer
 from minillama.errors import ConfigError, DataError, SourceUnreachableError

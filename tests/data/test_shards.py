@@ -12,7 +12,7 @@ from minillama.data import shards as shards_module
 from minillama.data.batches import Batches, rows_of_rank
 from minillama.data.shards import ShardFile, ShardIndex, TokenShards
 from minillama.errors import DataError
-from minillama.evaluate import evaluate
+from minillama.evaluation import evaluate
 from minillama.model.transformer import Transformer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minillama.config import FilesSource, PydocsSource
+from minillama.config.run import FilesSource, PydocsSource
 from minillama.data.sources import Documents, open_documents, source_hash
 from minillama.errors import DataError
 

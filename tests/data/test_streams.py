@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from minillama.config import FilesSource, HubSource, PydocsSource, Source
+from minillama.config.run import FilesSource, HubSource, PydocsSource, Source
 from minillama.data.sources import open_documents
 from minillama.data.streams import Stream, open_stream, source_stamp
 from minillama.errors import DataError

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from minillama.config import FilesSource, HubSource
+from minillama.config.run import FilesSource, HubSource
 from minillama.data.sources import open_documents, source_hash
 from minillama.errors import DataError
 
@@ -219,7 +219,7 @@ def test_without_a_network_a_hub_source_fails_in_seconds_with_one_line(tmp_path,
     program = (
         "import time, sys\n"
         "import minillama.data.tables\n"
-        "from minillama.config import HubSource\n"
+        "from minillama.config.run import HubSource\n"
         "from minillama.data.sources import open_documents\n"
         "from minillama.errors import SourceUnreachableError\n"
         "start = time.monotonic()\n"

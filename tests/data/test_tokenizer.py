@@ -9,7 +9,7 @@ import sentencepiece
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minillama.config import TokenizerConfig
+from minillama.config.run import TokenizerConfig
 from minillama.data.tokenizer import (
     ByteTokenizer,
     SentencePieceTokenizer,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from minillama.config import RunConfig, resolve
+from minillama.config import RunConfig
+from minillama.config.run import resolve
 from minillama.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_tokenizer
 from minillama.model.transformer import Transformer
 from minillama.training.checkpoint import save_checkpoint

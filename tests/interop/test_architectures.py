@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from minillama.config import ModelConfig
+from minillama.config.norms import NORM_KINDS, NormConfig
 from minillama.errors import ConfigError
 from minillama.interop.architectures import (
     ARCHITECTURES,
@@ -13,7 +14,6 @@ from minillama.interop.architectures import (
     weight_names,
 )
 from minillama.model.transformer import Transformer
-from minillama.norm_config import NORM_KINDS, NormConfig
 
 SHAPE = {"vocab_size": 11, "dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1}
 rows = pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.gguf)

@@ -13,9 +13,9 @@ import torch
 
 from minillama.data.tokenizer import SentencePieceTokenizer
 from minillama.errors import ConfigError
-from minillama.generate import generate
 from minillama.interop.gguf import export, interleave, part
 from minillama.interop.pieces import read_pieces, write_pieces
+from minillama.sampling import generate
 from minillama.training.checkpoint import load_checkpoint, save_checkpoint
 
 architectures = pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2", "olmo"])

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 from minillama.errors import CheckpointError, ConfigError
-from minillama.evaluate import evaluate
-from minillama.generate import generate
+from minillama.evaluation import evaluate
 from minillama.interop.gguf import export as export_gguf
 from minillama.interop.huggingface import export, import_model
+from minillama.sampling import generate
 from minillama.training.checkpoint import load_checkpoint
 
 architectures = pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2", "olmo"])

@@ -8,7 +8,7 @@ import datasets
 import pytest
 import torch
 
-from minillama.evaluate import evaluate
+from minillama.evaluation import evaluate
 from minillama.interop.huggingface import export
 from minillama.training.checkpoint import load_checkpoint
 

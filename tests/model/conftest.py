@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from minillama import norm_config
+from minillama.config import norms as norm_config
 from minillama.model.kernels import compiled
 from minillama.model.kernels.attention import _load as _load_attention
 from minillama.model.kernels.cross_entropy import _load as _load_cross_entropy

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from minillama.config import ModelConfig
+from minillama.config.norms import NormConfig
 from minillama.errors import ConfigError
 from minillama.model.convert import layernorm_to_rmsnorm
 from minillama.model.transformer import Transformer
-from minillama.norm_config import NormConfig
 
 
 def layernorm_model(**changes):

@@ -16,7 +16,7 @@ from minillama.model.kernels import compiled
 CODE = """
 import json, sys, torch
 from minillama import ModelConfig, Transformer
-from minillama.generate import generate_batch
+from minillama.sampling import generate_batch
 from minillama.model.kernels import compiled, rms_norm
 
 numbers, tokens_made = [], []

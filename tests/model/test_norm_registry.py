@@ -10,11 +10,11 @@ from torch import nn
 
 import minillama
 from minillama.config import load_config
+from minillama.config.norms import NORM_KINDS, NormConfig
 from minillama.errors import ConfigError, UnknownNameError
-from minillama.generate import generate
 from minillama.model.norms import NORMS, NoNorm, RMSNorm, build_norm, register_norm
 from minillama.model.transformer import Transformer
-from minillama.norm_config import NORM_KINDS, NormConfig
+from minillama.sampling import generate
 
 KINDS = ["derf", "dyt", "l2norm", "layernorm", "none", "rmsnorm", "scalenorm"]
 
@@ -133,7 +133,7 @@ def test_options_of_a_norm_of_ones_own_are_checked(plugin_config, override, faul
     with pytest.raises(ConfigError) as error:
         load_config(plugin_config, [override])
     assert fault in str(error.value)
-    assert len(error.value.faults) == 1
+    assert len(error.value.field_errors) == 1
 
 
 def test_a_function_may_build_a_norm_and_hear_size_epsilon_and_site(scratch_registries):

@@ -8,8 +8,8 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from minillama.config.norms import NormConfig
 from minillama.model.norms import L2Norm, LayerNorm, NoNorm, RMSNorm, ScaleNorm, build_norm
-from minillama.norm_config import NormConfig
 
 SIZES = (1, 3, 63, 123)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

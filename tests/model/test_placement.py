@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from minillama import norm_config
 from minillama.config import ModelConfig, load_config
+from minillama.config import norms as norm_config
+from minillama.config.norms import NormConfig
 from minillama.errors import ConfigError
 from minillama.model.placement import PLACEMENTS, Placement, Slots, register_placement
 from minillama.model.transformer import Transformer
-from minillama.norm_config import NormConfig
 
 LAYERS = 5  # ⌊5 / 4⌋ = 1, so that mix has layers of both sorts
 ROWS = ["deepnorm", "hybrid", "mix", "peri", "post", "pre", "reordered", "rezero", "scaled"]

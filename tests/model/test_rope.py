@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from minillama.model.rope import RotaryEmbedding, Rotation, inverse_frequencies, rotate
 from minillama.model.transformer import Transformer
-from minillama.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 
 LLAMA3 = Llama3RopeScaling(
     kind="llama3",

@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from minillama.config import parse_run
+from minillama.config.run import parse_run
 from minillama.errors import ConfigError
 from minillama.model.transformer import Transformer
 from minillama.plan.compute import GPUS, count_flops, gpu_named, measure_cpu

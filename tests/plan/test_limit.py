@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from minillama.config import RunConfig, parse_run
+from minillama.config import RunConfig
+from minillama.config.loading import override
+from minillama.config.run import parse_run
 from minillama.errors import ConfigError
 from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.plan.machine import GIB, VARIABLE
 from minillama.plan.memory import PROCESS, estimate_memory
-from minillama.reading import override
 
 CPU = torch.device("cpu")
 BASE: dict[str, Any] = {"tokenizer": {"kind": "byte"}, "train": {"device": "cpu"}}

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from minillama.config import ModelConfig, parse_run
+from minillama.config import ModelConfig
+from minillama.config.run import parse_run
 from minillama.model.transformer import Transformer
 from minillama.plan.memory import (
     PROCESS,
@@ -92,7 +93,7 @@ MEASURE = """
 import json, sys
 import torch
 import minillama.training.trainer as trainer
-from minillama.config import parse_run
+from minillama.config.run import parse_run
 def status(key):
     for line in open("/proc/self/status"):
         if line.startswith(key + ":"):

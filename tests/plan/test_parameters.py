@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 
 from minillama.config import ModelConfig
+from minillama.config.norms import NORM_KINDS
 from minillama.model.norms import register_norm
 from minillama.model.placement import PLACEMENTS
 from minillama.model.transformer import Transformer, is_norm_parameter
-from minillama.norm_config import NORM_KINDS
 from minillama.plan.parameters import count_parameters
 
 SHAPE: dict[str, Any] = {

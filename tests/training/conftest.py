@@ -3,9 +3,9 @@ import random
 import pytest
 import torch
 
-from minillama.config import parse_run
+from minillama.config.loading import override
+from minillama.config.run import parse_run
 from minillama.data.batches import Batches
-from minillama.reading import override
 
 BASE = {
     "tokenizer": {"kind": "byte"},

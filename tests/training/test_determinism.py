@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minillama.config import to_yaml
+from minillama.config.run import to_yaml
 from minillama.training.checkpoint import hash_tensors, read_for_resume
 from minillama.training.loggers import read_metrics
 from minillama.training.trainer import train

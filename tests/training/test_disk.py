@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillama.config import to_yaml
+from minillama.config.run import to_yaml
 from minillama.errors import RunFolderError
+from minillama.files import TEMPORARY
 from minillama.training.checkpoint import read_for_resume
-from minillama.training.durable import TEMPORARY
 from minillama.training.run_folder import RunFolder
 from minillama.training.trainer import train
 

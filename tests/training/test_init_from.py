@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from minillama.config import RunConfig, load_config, resolve
+from minillama.config import RunConfig, load_config
+from minillama.config.run import resolve
 from minillama.errors import CheckpointError, ConfigError
 from minillama.model.transformer import Transformer, is_norm_parameter
 from minillama.training.checkpoint import initialise_from, load_checkpoint
@@ -149,7 +150,7 @@ def test_what_cannot_be_begun_from_is_refused_as_a_fault_of_init_from(
     for path, said in ((parent, rule), ("\0", "no checkpoint at"), (tmp_path, "no checkpoint at")):
         with pytest.raises(ConfigError) as caught:
             resolve(RunConfig(init_from=str(path)))
-        [fault] = caught.value.faults
+        [fault] = caught.value.field_errors
         assert (fault.path, fault.value) == ("init_from", str(path))
         assert said in fault.rule
 
@@ -157,4 +158,4 @@ def test_what_cannot_be_begun_from_is_refused_as_a_fault_of_init_from(
 def test_an_empty_name_of_a_checkpoint_is_a_fault_of_init_from(write):
     with pytest.raises(ConfigError) as caught:
         write("init_from: ''\n", "child")
-    assert caught.value.faults[0].path == "init_from"
+    assert caught.value.field_errors[0].path == "init_from"

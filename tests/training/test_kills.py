@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillama.config import to_yaml
+from minillama.config.run import to_yaml
+from minillama.files import TEMPORARY
 from minillama.training.checkpoint import read_for_resume
-from minillama.training.durable import TEMPORARY
 from minillama.training.loggers import read_metrics
 from minillama.training.trainer import train
 

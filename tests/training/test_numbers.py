@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minillama.config import parse_run
+from minillama.config.run import parse_run
 from minillama.data.batches import Batches
 from minillama.data.prepare import prepare
 from minillama.errors import CheckpointError, DataError, DivergedError, InterruptedRunError

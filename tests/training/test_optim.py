@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from minillama.config import ModelConfig, OptimConfig
+from minillama.config import ModelConfig
+from minillama.config.run import OptimConfig
 from minillama.model.transformer import Transformer
 from minillama.training.optim import AdamW, build_optimizer, clip_gradients
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from minillama import launch
-from minillama.config import parse_run, to_yaml
+from minillama.config.loading import override
+from minillama.config.run import parse_run, to_yaml
 from minillama.data.batches import Batches, rows_of_rank
 from minillama.data.prepare import prepare
 from minillama.errors import CheckpointError, ConfigError, OtherRankError
-from minillama.generate import generate
-from minillama.reading import override
+from minillama.sampling import generate
 from minillama.training.checkpoint import load_checkpoint, read_for_resume
 from minillama.training.join import join
 from minillama.training.loggers import read_metrics

@@ -267,7 +267,7 @@ def test_all_that_a_resumed_run_may_not_change_is_listed_with_both_values(tiny):
     with pytest.raises(ConfigError) as caught:
         check_resumable(tiny(), tiny(**changes), 8, Path("run"))
     assert "optim.lr = 0.5: the run began with 0.003" in str(caught.value)
-    paths = {fault.path for fault in caught.value.faults}
+    paths = {fault.path for fault in caught.value.field_errors}
     assert {"optim.lr", "train.seed", "model.norm.kind", "data.source.kind"} <= paths
     assert "model.norm.options.bias" in paths
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillama.config import OptimConfig
+from minillama.config.run import OptimConfig
 from minillama.training.schedule import learning_rate
 
 SCHEDULES = ["cosine", "linear", "constant", "wsd"]

@@ -23,7 +23,7 @@ from minillama.errors import (
     InterruptedRunError,
     RunFolderError,
 )
-from minillama.evaluate import evaluate
+from minillama.evaluation import evaluate
 from minillama.model.kernels import IGNORED
 from minillama.model.transformer import Transformer
 from minillama.training.checkpoint import hash_tensors, load_checkpoint, read_for_resume

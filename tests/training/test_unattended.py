@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minillama.config import to_yaml
+from minillama.config.run import to_yaml
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from minillama.cache import cache_folder
+from minillama.files import cache_folder
 from minillama.model.kernels.reference import wide_dtype
 
 _LOGGER = logging.getLogger("minillama")

@@ -26,8 +26,7 @@ from pydantic import (
 )
 
 from minillama.checkpoint_folders import CONFIG, TOKENIZER, resolve_checkpoint
-from minillama.errors import ConfigError, Fault
-from minillama.fields import (
+from minillama.config.fields import (
     Beta,
     Name,
     NonNegative,
@@ -36,10 +35,7 @@ from minillama.fields import (
     PositiveFloat,
     Seed,
 )
-from minillama.model_config import ModelConfig as ModelConfig
-from minillama.norm_config import NormConfig as NormConfig
-from minillama.plugins import load_plugins
-from minillama.reading import (
+from minillama.config.loading import (
     NotBool,
     Owned,
     Section,
@@ -51,6 +47,9 @@ from minillama.reading import (
     read_yaml,
     refuse,
 )
+from minillama.config.model import ModelConfig
+from minillama.errors import ConfigError, FieldError
+from minillama.plugins import load_plugins
 
 BYTE_VOCAB_SIZE = 259  # unk, bos, eos and the 256 bytes
 MIN_BPE_VOCAB_SIZE = 270  # unk, bos, eos, the 256 bytes and a little to learn
@@ -76,18 +75,18 @@ class TokenizerConfig(Section):
         if self.kind == "byte":
             if self.vocab_size not in (None, BYTE_VOCAB_SIZE):
                 rule = f"a byte tokenizer always has {BYTE_VOCAB_SIZE} ids; leave this out"
-                faults.append(Fault("vocab_size", self.vocab_size, rule))
+                faults.append(FieldError("vocab_size", self.vocab_size, rule))
             if self.path is not None:
-                faults.append(Fault("path", self.path, "a byte tokenizer has no file"))
+                faults.append(FieldError("path", self.path, "a byte tokenizer has no file"))
         elif self.kind != "bpe":
             if self.vocab_size is None:
                 rule = f"is required; a {self.kind} tokenizer comes from `minillama import` alone"
-                faults.append(Fault("vocab_size", None, rule))
+                faults.append(FieldError("vocab_size", None, rule))
         elif self.path is None and (self.vocab_size or DEFAULT_BPE_VOCAB_SIZE) < MIN_BPE_VOCAB_SIZE:
             rule = (
                 f"must be at least {MIN_BPE_VOCAB_SIZE}: 256 bytes, 3 special ids and some pieces"
             )
-            faults.append(Fault("vocab_size", self.vocab_size, rule))
+            faults.append(FieldError("vocab_size", self.vocab_size, rule))
         refuse(faults)
         return self
 
@@ -162,7 +161,7 @@ class DataConfig(Section):
     def _check(self) -> DataConfig:
         if self.workers and self.shard_tokens is None:
             rule = "only shards are prepared by several processes; set data.shard_tokens"
-            refuse([Fault("workers", self.workers, rule)])
+            refuse([FieldError("workers", self.workers, rule)])
         return self
 
 
@@ -273,14 +272,16 @@ class RunConfig(Section):
         inherits = self.init_from is not None and "max_seq_len" not in self.model.model_fields_set
         if self.data.seq_len > self.model.max_seq_len and not inherits:
             rule = f"is above model.max_seq_len = {self.model.max_seq_len}; lower it or raise that"
-            faults.append(Fault("data.seq_len", self.data.seq_len, rule, "model.max_seq_len"))
+            faults.append(FieldError("data.seq_len", self.data.seq_len, rule, "model.max_seq_len"))
         if self.optim.warmup_steps > self.train.steps:
             rule = f"the warm-up is longer than the run, train.steps = {self.train.steps}"
-            faults.append(Fault("optim.warmup_steps", self.optim.warmup_steps, rule, "train.steps"))
+            faults.append(
+                FieldError("optim.warmup_steps", self.optim.warmup_steps, rule, "train.steps")
+            )
         micro = self.train.micro_batch_size
         if micro is not None and self.train.batch_size % micro:
             rule = f"does not divide train.batch_size = {self.train.batch_size}"
-            faults.append(Fault("train.micro_batch_size", micro, rule, "train.batch_size"))
+            faults.append(FieldError("train.micro_batch_size", micro, rule, "train.batch_size"))
         refuse(faults)
         return self
 
@@ -392,8 +393,8 @@ def resolve(config: RunConfig, where: str = "config") -> RunConfig:
         size = _sentencepiece_size(tokenizer.path, where)
         if tokenizer.vocab_size not in (None, size):
             rule = f"the model at tokenizer.path has {size} ids; leave this out"
-            fault = Fault("tokenizer.vocab_size", tokenizer.vocab_size, rule)
-            raise ConfigError.of_faults(where, [fault])
+            fault = FieldError("tokenizer.vocab_size", tokenizer.vocab_size, rule)
+            raise ConfigError.of(where, [fault])
         path = str(Path(tokenizer.path).absolute())
         tokenizer = tokenizer.model_copy(update={"vocab_size": size, "path": path})
     elif tokenizer.vocab_size is None:
@@ -401,8 +402,10 @@ def resolve(config: RunConfig, where: str = "config") -> RunConfig:
     assert tokenizer.vocab_size is not None
     if config.model.vocab_size is not None and config.model.vocab_size < tokenizer.vocab_size:
         rule = f"is smaller than the tokenizer's {tokenizer.vocab_size} ids; leave it out"
-        fault = Fault("model.vocab_size", config.model.vocab_size, rule, "tokenizer.vocab_size")
-        raise ConfigError.of_faults(where, [fault])
+        fault = FieldError(
+            "model.vocab_size", config.model.vocab_size, rule, "tokenizer.vocab_size"
+        )
+        raise ConfigError.of(where, [fault])
     train = config.train
     return config.model_copy(
         update={
@@ -431,7 +434,7 @@ def _inherit(config: RunConfig, init_from: str, where: str) -> RunConfig:
         load_plugins_of(raw)
         saved = check(RunConfig, raw, str(folder / CONFIG))
     except (OSError, ValueError) as error:  # a ConfigError is a ValueError
-        raise ConfigError.of_faults(where, [Fault("init_from", init_from, str(error))]) from None
+        raise ConfigError.of(where, [FieldError("init_from", init_from, str(error))]) from None
     model, norm = config.model, config.model.norm
     inherited: dict[str, Any] = {
         "tokenizer.kind": saved.tokenizer.kind,
@@ -442,12 +445,14 @@ def _inherit(config: RunConfig, init_from: str, where: str) -> RunConfig:
         f"model.{name}": value for name, value in saved.model if name not in ("norm", "max_seq_len")
     }
     faults = [
-        Fault(path, given, f"the checkpoint of init_from has {inherited[path]!r}; leave this out")
+        FieldError(
+            path, given, f"the checkpoint of init_from has {inherited[path]!r}; leave this out"
+        )
         for path, given in _explicit(config)
         if path in inherited and given not in (None, inherited[path])
     ]
     if faults:
-        raise ConfigError.of_faults(where, faults)
+        raise ConfigError.of(where, faults)
     chosen = {name: value for name, value in norm if name in norm.model_fields_set}
     kept = saved.model.norm.model_dump()
     if chosen.get("kind", kept["kind"]) != kept["kind"]:
@@ -483,7 +488,7 @@ def _sentencepiece_size(path: str, where: str) -> int:
         return int(sentencepiece.SentencePieceProcessor(model_file=path).vocab_size())
     except (OSError, RuntimeError):
         rule = "is not a sentencepiece model file" if Path(path).is_file() else "no such file"
-        raise ConfigError.of_faults(where, [Fault("tokenizer.path", path, rule)]) from None
+        raise ConfigError.of(where, [FieldError("tokenizer.path", path, rule)]) from None
 
 
 def to_yaml(config: Section) -> str:

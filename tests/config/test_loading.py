@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, model_validator
 
-from minillama.errors import ConfigError, Fault
-from minillama.reading import (
+from minillama.config.loading import (
     NotBool,
     Section,
     check,
     refuse,
 )
+from minillama.errors import ConfigError, FieldError
 
 
 class Disc(Section):
@@ -29,7 +29,7 @@ class Box(Section):
     @model_validator(mode="after")
     def _check(self):
         if self.height > self.width:
-            refuse([Fault("height", self.height, f"is above width = {self.width}", "width")])
+            refuse([FieldError("height", self.height, f"is above width = {self.width}", "width")])
         return self
 
 
@@ -49,7 +49,7 @@ class Outer(Section):
     def _check(self):
         if self.inner.depth > self.limit:
             rule = f"is above limit = {self.limit}"
-            refuse([Fault("inner.depth", self.inner.depth, rule, "limit")])
+            refuse([FieldError("inner.depth", self.inner.depth, rule, "limit")])
         return self
 
 
@@ -57,7 +57,7 @@ def faults(raw):
     with pytest.raises(ConfigError) as error:
         check(Outer, raw, "here")
     assert str(error.value).startswith("here: ")
-    return [str(fault) for fault in error.value.faults]
+    return [str(fault) for fault in error.value.field_errors]
 
 
 plain = st.recursive(
@@ -177,7 +177,7 @@ def test_braces_in_a_value_do_no_harm():
 
         @model_validator(mode="after")
         def _check(self):
-            refuse([Fault("text", self.text, "holds {braces} {0} {{}}")])
+            refuse([FieldError("text", self.text, "holds {braces} {0} {{}}")])
 
     with pytest.raises(ConfigError) as error:
         check(Odd, {"text": "{x} {} {0}"}, "here")
@@ -197,5 +197,5 @@ def test_any_mapping_is_accepted_or_refused_with_its_faults(raw):
         error = refused
     else:
         return
-    assert error.faults
-    assert len({fault.path for fault in error.faults}) == len(error.faults)
+    assert error.field_errors
+    assert len({fault.path for fault in error.field_errors}) == len(error.field_errors)

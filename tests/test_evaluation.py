@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from minillama.config import ModelConfig
 from minillama.errors import ConfigError, DataError
-from minillama.evaluate import evaluate
+from minillama.evaluation import evaluate
 from minillama.model.transformer import Transformer
 
 VOCAB, WINDOW = 29, 8

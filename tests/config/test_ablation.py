@@ -2,10 +2,10 @@
 
 import pytest
 
-from minillama.ablation_config import AblationConfig, RunnerConfig, load_ablation
-from minillama.config import parse_run, to_yaml
+from minillama.config.ablation import AblationConfig, RunnerConfig, load_ablation
+from minillama.config.loading import check
+from minillama.config.run import parse_run, to_yaml
 from minillama.errors import ConfigError
-from minillama.reading import check
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_the_base_is_read_from_beside_the_ablation_and_can_be_overridden(ablatio
 def test_a_wrong_entry_of_an_ablation_is_refused(ablation, override, fault):
     with pytest.raises(ConfigError) as error:
         ablation(override)
-    assert len(error.value.faults) == 1
+    assert len(error.value.field_errors) == 1
     assert fault in str(error.value)
 
 
@@ -90,6 +90,6 @@ def test_an_ablation_is_written_and_read_back_equal(ablation, tmp_path):
 def test_what_is_rays_alone_is_refused_without_it():
     with pytest.raises(ConfigError) as caught:
         check(RunnerConfig, {"gpus": 0.5, "retries": 1}, "test")
-    assert [fault.path for fault in caught.value.faults] == ["gpus", "retries"]
+    assert [fault.path for fault in caught.value.field_errors] == ["gpus", "retries"]
     assert "set kind: ray" in str(caught.value)
     assert check(RunnerConfig, {"kind": "ray", "gpus": 0.5, "retries": 0}, "test").gpus == 0.5

@@ -118,3 +118,13 @@ def drop_unfinished(folder: Path) -> None:
 
 def _temporary_name(folder: Path) -> Path:
     return folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+
+
+def cache_folder() -> Path:
+    """Return the cache folder: ``$MINILLAMA_CACHE``, else ``minillama`` in the user's cache."""
+    own = os.environ.get("MINILLAMA_CACHE")
+    if own:
+        return Path(own).expanduser().absolute()
+    # The XDG specification says that a relative path is to be ignored.
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "minillama"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from minillama.config import ModelConfig
 from minillama.errors import ConfigError, MinillamaError
-from minillama.generate import Sampler, generate, generate_batch, stream
 from minillama.model.transformer import Transformer
+from minillama.sampling import Sampler, generate, generate_batch, stream
 
 VOCAB, WINDOW = 19, 12
 

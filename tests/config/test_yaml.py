@@ -7,8 +7,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minillama.config.loading import (
+    Owned,
+    dump_yaml,
+    json_copy,
+    override,
+    parse_overrides,
+    read_yaml,
+)
 from minillama.errors import ConfigError
-from minillama.reading import Owned, dump_yaml, json_copy, override, parse_overrides, read_yaml
 
 
 def read(tmp_path, text):

@@ -17,9 +17,9 @@ from pydantic import (
     model_validator,
 )
 
-from minillama.errors import Fault
-from minillama.fields import NonNegativeFloat, PositiveFloat
-from minillama.reading import NotBool, Section, faults_of, refuse
+from minillama.config.fields import NonNegativeFloat, PositiveFloat
+from minillama.config.loading import NotBool, Section, field_errors, refuse
+from minillama.errors import FieldError
 from minillama.registry import Registry, unknown_name
 
 
@@ -36,7 +36,9 @@ class RMSNormOptions(Section):
     @model_validator(mode="after")
     def _check(self) -> RMSNormOptions:
         if self.unit_offset and not self.affine:
-            refuse([Fault("unit_offset", True, "needs affine: true, since it is about the gain")])
+            refuse(
+                [FieldError("unit_offset", True, "needs affine: true, since it is about the gain")]
+            )
         return self
 
 
@@ -112,7 +114,7 @@ class NormConfig(Section):
     def _check(self) -> NormConfig:
         if self.placement == "hybrid" and self.qk_norm != "none":
             rule = "the hybrid placement norms q, k and v itself; leave this at none"
-            refuse([Fault("qk_norm", self.qk_norm, rule, "placement")])
+            refuse([FieldError("qk_norm", self.qk_norm, rule, "placement")])
         return self
 
     @field_validator("kind")
@@ -138,5 +140,5 @@ class NormConfig(Section):
         try:
             return model(**options).model_dump()
         except ValidationError as error:
-            refuse(faults_of(error, model))
+            refuse(field_errors(error, model))
         raise AssertionError("unreachable")

@@ -8,10 +8,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from minillama.config import OWNED_BY_KIND, without_derived
-from minillama.errors import Fault
-from minillama.fields import Name, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seed
-from minillama.reading import Section, check, dotted, override, parse_overrides, read_yaml, refuse
+from minillama.config.fields import (
+    Name,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Seed,
+)
+from minillama.config.loading import (
+    Section,
+    check,
+    dotted,
+    override,
+    parse_overrides,
+    read_yaml,
+    refuse,
+)
+from minillama.config.run import OWNED_BY_KIND, without_derived
+from minillama.errors import FieldError
 from minillama.registry import unknown_name
 
 
@@ -51,7 +66,7 @@ class RunnerConfig(Section):
             defaults = type(self).model_fields
             refuse(
                 [
-                    Fault(name, getattr(self, name), rule, "kind")
+                    FieldError(name, getattr(self, name), rule, "kind")
                     for name in ("address", "gpus", "retries")
                     if getattr(self, name) != defaults[name].default
                 ]
@@ -98,14 +113,14 @@ class AblationConfig(Section):
         faults = []
         if self.baseline not in self.arms:
             faults.append(
-                Fault("baseline", self.baseline, unknown_name("arm", self.baseline, self.arms))
+                FieldError("baseline", self.baseline, unknown_name("arm", self.baseline, self.arms))
             )
         lists: dict[str, list[Any]] = {"lr": self.lr, "seeds": self.seeds}
         lists |= {f"axes.{name}": values for name, values in self.axes.items()}
         for path, values in lists.items():
             names = [f"{value:g}" if path == "lr" else repr(value) for value in values]
             if len(set(names)) < len(names):
-                faults.append(Fault(path, values, "names a value twice"))
+                faults.append(FieldError(path, values, "names a value twice"))
         refuse(faults)
         return self
 

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from minillama.errors import ConfigError, Fault
+from minillama.errors import ConfigError, FieldError
 from minillama.registry import nearest, unknown_name
 
 
@@ -36,7 +36,7 @@ NotBool = BeforeValidator(_truth_is_no_number)
 """On a field that holds a number: pydantic would read true as 1."""
 
 
-def refuse(faults: Sequence[Fault]) -> None:
+def refuse(faults: Sequence[FieldError]) -> None:
     """Raise ``faults`` (paths relative to the model being validated) as one pydantic error."""
     if faults:
         text = "; ".join(map(str, faults)).replace("{", "{{").replace("}", "}}")
@@ -308,7 +308,7 @@ def _rule(model: type[BaseModel], error: ErrorDetails, path: str, siblings: list
     return message[0].lower() + message[1:]
 
 
-def faults_of(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
+def field_errors(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
     """Translate pydantic's report on ``model`` into faults with paths that users know."""
     faults = []
     for detail in error.errors(include_url=False):
@@ -316,7 +316,7 @@ def faults_of(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
         if detail["type"] == "faults":
             for fault in detail["ctx"]["faults"]:
                 faults.append(
-                    Fault(
+                    FieldError(
                         ".".join(filter(None, (path, fault.path))),
                         fault.value,
                         fault.rule,
@@ -325,7 +325,7 @@ def faults_of(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
                 )
         else:
             value = None if detail["type"] == "missing" else detail["input"]
-            faults.append(Fault(path, value, _rule(model, detail, path, siblings)))
+            faults.append(FieldError(path, value, _rule(model, detail, path, siblings)))
     return faults
 
 
@@ -360,14 +360,14 @@ def check(model: type[SectionT], raw: Mapping[str, Any], where: str) -> SectionT
     Raises:
         ConfigError: with every fault; ``where`` names the file in its message.
     """
-    faults: list[Fault] = []
+    faults: list[FieldError] = []
     rest: dict[str, Any] = json_copy(raw)
     dropped: set[str] = set()
 
     def is_there(path: str) -> bool:
         return bool(path) and _innermost(rest, path) == path
 
-    def is_news(fault: Fault) -> bool:
+    def is_news(fault: FieldError) -> bool:
         """Tell a fault of what the user wrote from one of the defaults now in its place."""
         paths = [f"{path}." for path in (fault.path, fault.other) if path]
         gone = any(path.startswith(f"{hole}.") for path in paths for hole in dropped)
@@ -378,7 +378,7 @@ def check(model: type[SectionT], raw: Mapping[str, Any], where: str) -> SectionT
             config = model(**rest)
             break
         except ValidationError as error:
-            found = faults_of(error, model)
+            found = field_errors(error, model)
         except TypeError:
             raise ConfigError(f"{where}: field names must be words") from None
         faults += filter(is_news, found)
@@ -395,5 +395,5 @@ def check(model: type[SectionT], raw: Mapping[str, Any], where: str) -> SectionT
             _delete(rest, hole)
         dropped |= holes
     if faults:
-        raise ConfigError.of_faults(where, faults)
+        raise ConfigError.of(where, faults)
     return config

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillama import reading
-from minillama.ablation_config import AblationConfig, load_ablation
-from minillama.config import OWNED_BY_KIND, RunConfig, load_config, parse_run, resolve, to_yaml
+from minillama.config import RunConfig, load_config
+from minillama.config import loading as reading
+from minillama.config.ablation import AblationConfig, load_ablation
+from minillama.config.run import OWNED_BY_KIND, parse_run, resolve, to_yaml
 from minillama.errors import ConfigError
 
 even = st.integers(1, 8).map(lambda n: 2 * n)
@@ -142,7 +143,7 @@ def accepts_or_refuses(file, overrides, load):
         assert to_yaml(load(file)) == to_yaml(config)  # a number that is none equals nothing
         return
     assert error.exit_status == 2
-    paths = [fault.path for fault in error.faults]
+    paths = [fault.path for fault in error.field_errors]
     assert len(set(paths)) == len(paths), str(error)
     assert "minillama" not in str(error)
 
@@ -186,7 +187,7 @@ def test_any_mapping_is_accepted_or_refused(raw):
         error = refused
     else:
         return
-    assert error.faults
+    assert error.field_errors
 
 
 FIELDS = [path for path in PATHS if path.rpartition(".")[2] != "kind"]
@@ -208,7 +209,7 @@ def with_field(path, value):
 def test_every_field_refuses_nonsense_under_its_own_name(path):
     with pytest.raises(ConfigError) as error:
         parse_run(with_field(path, {"no": {"such": ["thing"]}}), "raw")
-    assert any(fault.path.startswith(path) for fault in error.value.faults), str(error.value)
+    assert any(fault.path.startswith(path) for fault in error.value.field_errors), str(error.value)
 
 
 @pytest.mark.parametrize("path", FIELDS)

@@ -8,21 +8,19 @@ import sentencepiece
 from pydantic import BaseModel, ValidationError
 
 from minillama.ablation.grid import cells
-from minillama.ablation_config import load_ablation
-from minillama.config import (
+from minillama.config import ModelConfig, RunConfig, load_config
+from minillama.config.ablation import load_ablation
+from minillama.config.model import advice
+from minillama.config.run import (
     DEFAULT_BPE_VOCAB_SIZE,
     OWNED_BY_KIND,
-    ModelConfig,
-    RunConfig,
     json_schema,
-    load_config,
     resolve,
     to_yaml,
 )
 from minillama.errors import ConfigError
-from minillama.model_config import advice
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
@@ -41,7 +39,7 @@ def faults(load):
         with pytest.raises(ConfigError) as error:
             load(text, *overrides)
         assert error.value.exit_status == 2
-        return [str(fault) for fault in error.value.faults]
+        return [str(fault) for fault in error.value.field_errors]
 
     return faults
 
@@ -166,7 +164,7 @@ train: {micro_batch_size: 5}
     with pytest.raises(ConfigError) as error:
         load(text, "tokenizer.vocab_size=20")
     lines = str(error.value).splitlines()
-    assert lines[0] == f"{tmp_path / 'config.yaml'}: {len(found)} faults"
+    assert lines[0] == f"{tmp_path / 'config.yaml'}: {len(found)} errors"
     assert lines[1:] == [f"  {fault}" for fault in found]
 
 

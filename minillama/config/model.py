@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from minillama.errors import Fault
-from minillama.fields import Factor, NonNegativeFloat, Positive, PositiveFloat
-from minillama.norm_config import NormConfig
-from minillama.reading import Section, refuse
+from minillama.config.fields import Factor, NonNegativeFloat, Positive, PositiveFloat
+from minillama.config.loading import Section, refuse
+from minillama.config.norms import NormConfig
+from minillama.errors import FieldError
 
 
 class LinearRopeScaling(Section):
@@ -36,7 +36,11 @@ class Llama3RopeScaling(Section):
     def _check(self) -> Llama3RopeScaling:
         if self.high_freq_factor <= self.low_freq_factor:
             refuse(
-                [Fault("high_freq_factor", self.high_freq_factor, "must exceed low_freq_factor")]
+                [
+                    FieldError(
+                        "high_freq_factor", self.high_freq_factor, "must exceed low_freq_factor"
+                    )
+                ]
             )
         return self
 
@@ -91,15 +95,15 @@ class ModelConfig(Section):
         faults = []
         if self.head_dim is None and self.dim % self.n_heads:
             rule = f"is not divisible by n_heads = {self.n_heads}; change one, or set head_dim"
-            faults.append(Fault("dim", self.dim, rule, "n_heads"))
+            faults.append(FieldError("dim", self.dim, rule, "n_heads"))
         elif (self.head_dim or self.dim // self.n_heads) % 2:
             size = self.head_dim or self.dim // self.n_heads
             rule = "must be even, since RoPE turns pairs of features"
             rule += "" if self.head_dim else " (head_dim is dim / n_heads)"
-            faults.append(Fault("head_dim", size, rule))
+            faults.append(FieldError("head_dim", size, rule))
         if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
             rule = f"is not divisible by n_kv_heads = {self.n_kv_heads}"
-            faults.append(Fault("n_heads", self.n_heads, rule, "n_kv_heads"))
+            faults.append(FieldError("n_heads", self.n_heads, rule, "n_kv_heads"))
         refuse(faults)
         return self
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from minillama.reading import NotBool
+from minillama.config.loading import NotBool
 
 Positive = Annotated[int, NotBool, Field(gt=0)]
 NonNegative = Annotated[int, NotBool, Field(ge=0)]
