@@ -48,6 +48,7 @@ from minillama.config.loading import (
     refuse,
 )
 from minillama.config.model import ModelConfig
+from minillama.config.shipped import find_config
 from minillama.errors import ConfigError, FieldError
 from minillama.plugins import load_plugins
 
@@ -361,12 +362,14 @@ def _value(raw: Mapping[str, Any], path: str) -> Any:
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a run config, apply dotted ``overrides`` such as ``"optim.lr=1e-3"``, check, resolve.
 
-    ``path`` is a YAML file, or a run folder, whose ``config.yaml`` is read.  There, what was filled
-    in is filled in anew where an override changes what it follows from.
+    ``path`` is a YAML file, the name of a shipped config, or a run folder, whose ``config.yaml``
+    is read.  There, what was filled in is filled in again where an override changes what it
+    follows from.
 
     Raises:
         ConfigError: the file, an override or any entry is wrong; all entries at once.
     """
+    path = find_config(path)
     raw, changes = read_yaml(path), parse_overrides(overrides)
     if changes:
         raw = without_derived(raw, str(path))
