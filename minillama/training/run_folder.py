@@ -156,9 +156,7 @@ class RunFolder:
         A run of before, which this one was refused to mix with or was to replace, is another.
         """
         try:
-            return (
-                launch.restarts() > 0 and self._job.read_text(encoding="utf-8") == launch.job_id()
-            )
+            job = self._job.read_text(encoding="utf-8")
         except OSError:
             return False
         return launch.restarts() > 0 and job == launch.job_id()
