@@ -35,7 +35,7 @@ def _train(options: Namespace) -> str:
     try:
         config = load_config(options.config, options.overrides)
     except ConfigError as error:
-        raise launch.alike(error) from None
+        raise launch.on_first_rank(error) from None
     from minillama.commands import train_run
 
     return train_run(config, options.resume, options.overwrite, progress=not options.quiet)

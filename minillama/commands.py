@@ -41,7 +41,7 @@ def train_run(config: RunConfig, resume: bool, overwrite: bool, *, progress: boo
     """Train, and say how it went, where it is and what to do with it."""
     summary = train(config, resume=resume, overwrite=overwrite, progress=progress)
     if summary["fate"] == "diverged":
-        raise launch.alike(
+        raise launch.on_first_rank(
             DivergedError(
                 f"training diverged: the final validation loss, {summary['val_loss']:.4f}, is no "
                 f"better than at init, {summary['init_val_loss']:.4f}; {remedies(config)}. "

@@ -41,7 +41,7 @@ def load_plugins(plugins: Sequence[str]) -> None:
             _LOADED_PLUGINS[key] = _import_file(key)
         except MinillamaError as error:
             raise ConfigError(f"plugins.{index} = {plugin!r}: {error}") from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             place = ""
             trace = error.__traceback__
             while trace is not None:

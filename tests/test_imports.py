@@ -14,7 +14,7 @@ PACKAGE = Path(minillama.__file__).parent
 LAYERS = [
     ("errors",),
     ("files", "registry", "checkpoint_folders", "launch", "formatting"),
-    ("plugins",),
+    ("plugins", "progress"),
     ("config",),
     ("model", "data"),
     ("evaluation", "sampling", "plan"),

@@ -156,14 +156,15 @@ class RunFolder:
         A run of before, which this one was refused to mix with or was to replace, is another.
         """
         try:
-            return launch.restarts() > 0 and self._job.read_text(encoding="utf-8") == launch.job()
+            job = self._job.read_text(encoding="utf-8")
         except OSError:
             return False
+        return launch.restarts() > 0 and job == launch.job_id()
 
     def begin(self, config: RunConfig) -> None:
         """Write the config and make room for checkpoints; an older summary is true no longer."""
         if launch.by_torchrun():
-            write_atomic(self._job, launch.job())
+            write_atomic(self._job, launch.job_id())
         self.summary.unlink(missing_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         write_atomic(self.config, to_yaml(config))
