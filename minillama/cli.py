@@ -472,32 +472,12 @@ def _stdout_failed(error: BaseException | None) -> int:
     return 1
 
 
-class _DroppingFile(io.FileIO):
-    """A file that drops what cannot be written, so that a lost terminal ends no training."""
-
-    def write(self, data: Any) -> int:
-        """Write ``data``, or report it as written."""
-        try:
-            return super().write(data) or 0
-        except OSError:
-            return len(data)
-
-
 def _protect_output() -> None:
     """Make writing to stderr never fail, and to stdout not for a character it cannot encode."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        raw: io.RawIOBase = _DroppingFile(2, "w", closefd=False)
-    except OSError:  # stderr is closed
-        raw = io.FileIO(os.devnull, "w")
-    sys.stderr = io.TextIOWrapper(
-        io.BufferedWriter(raw),
-        encoding=getattr(sys.stderr, "encoding", "utf-8"),
-        errors="backslashreplace",
-        write_through=True,
-        line_buffering=True,
-    )
+    stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    sys.stderr = launch.SafeStream(stderr)
 
 
 def entry_point(*command: str) -> None:
