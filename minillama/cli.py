@@ -23,6 +23,7 @@ from minillama.config import load_config
 from minillama.config.ablation import load_ablation
 from minillama.config.run import json_schema, to_yaml
 from minillama.errors import ConfigError, MinillamaError, OtherRankError
+from minillama.training.assemble import assemble
 
 EPILOG = "exit status: 0 good; 2 your config or arguments; 3 training diverged; 130 interrupted"
 
@@ -42,7 +43,7 @@ EXTRAS = {
 
 def _train(options: Namespace) -> str:
     try:
-        config = load_config(options.config, options.overrides)
+        config = assemble(load_config(options.config, options.overrides))
     except ConfigError as error:
         raise launch.alike(error) from None
     from minillama.commands import train_run
@@ -51,7 +52,7 @@ def _train(options: Namespace) -> str:
 
 
 def _plan(options: Namespace) -> str:
-    config = load_config(options.config, options.overrides)
+    config = assemble(load_config(options.config, options.overrides))
     from minillama.plan.report import as_json, as_text, plan
 
     figures = plan(config, gpu=options.gpu, n_gpus=options.gpus, mfu=options.mfu)
@@ -136,14 +137,14 @@ def _bench(options: Namespace) -> str:
 
 
 def _tokenizer_train(options: Namespace) -> str:
-    config = load_config(options.config, options.overrides)
+    config = assemble(load_config(options.config, options.overrides))
     from minillama.commands import train_tokenizer_file
 
     return train_tokenizer_file(config, options.out)
 
 
 def _data_prepare(options: Namespace) -> str:
-    config = load_config(options.config, options.overrides)
+    config = assemble(load_config(options.config, options.overrides))
     from minillama.commands import prepare_data
 
     return prepare_data(config, check=options.check)
@@ -156,7 +157,7 @@ def _norms(options: Namespace) -> str:
 
 
 def _config_show(options: Namespace) -> str:
-    return to_yaml(load_config(options.config, options.overrides)).rstrip()
+    return to_yaml(assemble(load_config(options.config, options.overrides))).rstrip()
 
 
 def _config_schema(options: Namespace) -> str:
