@@ -13,8 +13,8 @@ PACKAGE = Path(minillama.__file__).parent
 
 LAYERS = [
     ("errors",),
-    ("files", "registry", "launch"),
-    ("plugins",),
+    ("files", "registry", "launch", "formatting"),
+    ("plugins", "progress"),
     ("config",),
     ("model", "data"),
     ("evaluation", "sampling", "plan"),

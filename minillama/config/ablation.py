@@ -30,6 +30,7 @@ from minillama.config.loading import (
     text_fields,
 )
 from minillama.config.run import OWNED_BY_KIND, RunConfig, without_derived
+from minillama.config.shipped import find_config
 from minillama.errors import FieldError
 from minillama.registry import unknown_name
 
@@ -140,7 +141,7 @@ def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationCo
         ConfigError: the file, an override or any entry of the grid itself is wrong.  The runs are
             checked by :func:`minillama.ablation.grid.cells`.
     """
-    path = Path(path)
+    path = find_config(path)
     raw = read_yaml(path)
     if isinstance(raw.get("base"), str):
         base = path.parent / expand_home(raw["base"])

@@ -55,6 +55,7 @@ from minillama.config.loading import (
     text_fields,
 )
 from minillama.config.model import ModelConfig
+from minillama.config.shipped import find_config
 from minillama.errors import FieldError
 from minillama.plugins import load_plugins
 
@@ -382,12 +383,14 @@ def parse_run(raw: Mapping[str, Any], where: str) -> RunConfig:
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a run config, apply dotted ``overrides`` such as ``"optim.lr=1e-3"``, check it.
 
-    ``path`` is a YAML file, or a run folder, whose ``config.yaml`` is read.  There, what was filled
-    in follows an override: ``model.dim=128`` alone gives heads and an MLP to match.
+    ``path`` is a YAML file, the name of a shipped config, or a run folder, whose ``config.yaml`` is
+    read.  There, what was filled in follows an override: ``model.dim=128`` alone gives heads and an
+    MLP to match.
 
     Raises:
         ConfigError: the file, an override or any entry is wrong; all entries at once.
     """
+    path = find_config(path)
     raw, changes = read_yaml(path), parse_overrides(overrides, text_fields(RunConfig))
     if changes:
         raw = without_derived(raw)

@@ -335,7 +335,7 @@ class Trainer:
         if stop.requested:
             self._tick()
             self.journal.summarise(self._summary(None))
-            raise launch.alike(
+            raise launch.on_first_rank(
                 InterruptedRunError(
                     f"stopped after step {step} of {train.steps} and saved; go on with: "
                     + launch.command("train", str(self.folder.config), "--resume")
@@ -412,7 +412,7 @@ class Trainer:
     def _diverged(self, what: str) -> NoReturn:
         self._tick()
         self.journal.summarise(self._summary("diverged"))
-        raise launch.alike(
+        raise launch.on_first_rank(
             DivergedError(
                 f"training diverged: {what}; last good checkpoint: "
                 f"{self.folder.newest() or 'none yet'}; {remedies(self.config)}"

@@ -78,13 +78,13 @@ if (attempt, rank) == ("0", "1"):
         return whole(self, step, *rows)
     Batches.batch_at = batch_at
 if (attempt, rank) == ("1", "1"):
-    whole, saves = parallel.hash_file, []
-    def hash_file(file):
+    whole, saves = parallel.sha256_of_file, []
+    def sha256_of_file(file):
         saves.append(file)
         if len(saves) == 2:  # its shard is written, and the main rank waits for it
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(file)
-    parallel.hash_file = hash_file
+    parallel.sha256_of_file = sha256_of_file
 """
 
 
@@ -424,7 +424,7 @@ def test_a_restart_goes_on_only_with_a_run_of_its_own(runs, alone, one_rank):
     assert launch.restarts() == 1
     with pytest.raises(ConfigError, match="already holds a finished run"):
         runs.alone("older")
-    (folder / ".torchrun").write_text(launch.job())
+    (folder / ".torchrun").write_text(launch.job_id())
     runs.alone("older")
 
 
