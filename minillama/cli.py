@@ -25,6 +25,7 @@ from minillama.config.ablation import load_ablation
 from minillama.config.run import json_schema, to_yaml
 from minillama.config.shipped import describe_configs
 from minillama.errors import EXTRAS, ConfigError, MinillamaError, OtherRankError, missing_extra
+from minillama.training.assemble import assemble
 
 EPILOG = "exit status: 0 success; 2 config or arguments wrong; 3 training diverged; 130 interrupted"
 
@@ -33,7 +34,7 @@ EPILOG = "exit status: 0 success; 2 config or arguments wrong; 3 training diverg
 
 def _train(options: Namespace) -> str:
     try:
-        config = load_config(options.config, options.overrides)
+        config = assemble(load_config(options.config, options.overrides))
     except ConfigError as error:
         raise launch.on_first_rank(error) from None
     from minillama.commands import train_run
@@ -42,7 +43,7 @@ def _train(options: Namespace) -> str:
 
 
 def _plan(options: Namespace) -> str:
-    config = load_config(options.config, options.overrides)
+    config = assemble(load_config(options.config, options.overrides))
     from minillama.plan.report import as_json, as_text, plan
 
     figures = plan(config, gpu=options.gpu, n_gpus=options.gpus, mfu=options.mfu)
@@ -126,14 +127,14 @@ def _bench(options: Namespace) -> str:
 
 
 def _tokenizer_train(options: Namespace) -> str:
-    config = load_config(options.config, options.overrides)
+    config = assemble(load_config(options.config, options.overrides))
     from minillama.commands import train_tokenizer_file
 
     return train_tokenizer_file(config, options.out)
 
 
 def _data_prepare(options: Namespace) -> str:
-    config = load_config(options.config, options.overrides)
+    config = assemble(load_config(options.config, options.overrides))
     from minillama.commands import prepare_data
 
     return prepare_data(config, check=options.check)
@@ -150,7 +151,7 @@ def _configs(options: Namespace) -> str:
 
 
 def _config_show(options: Namespace) -> str:
-    return to_yaml(load_config(options.config, options.overrides)).rstrip()
+    return to_yaml(assemble(load_config(options.config, options.overrides))).rstrip()
 
 
 def _config_schema(options: Namespace) -> str:

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 from minillama import __version__
-from minillama.checkpoint_folders import resolve_checkpoint
 from minillama.config import RunConfig
 from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
@@ -27,6 +26,7 @@ from minillama.interop.hf_tokenizer import SPECIAL_NAMES, byte_pieces, exportabl
 from minillama.interop.pieces import Kind
 from minillama.model.rope import inverse_frequencies
 from minillama.training.checkpoint import load_checkpoint
+from minillama.training.checkpoint_folders import resolve_checkpoint
 
 DTYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
@@ -77,7 +77,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
     file = out if out.suffix == ".gguf" else out / f"{config.name}-{dtype}.gguf"
     writer = gguf.GGUFWriter(None, row.gguf)
     _add_shape(writer, config, row, dtype)
-    _add_vocabulary(writer, tokenizer, folder, config.model.vocab_size)
+    _add_vocabulary(writer, tokenizer, folder, config.model.known_vocab_size)
     for name, array in _tensors(model.state_dict(), config.model, row).items():
         kind = _stored_as(array, dtype)
         writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)

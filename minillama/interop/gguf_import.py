@@ -51,7 +51,7 @@ def import_model(file: str | Path, out: str | Path) -> str:
     header = read_header(file)
     try:
         config, row = _read_config(header)
-        tokenizer = _read_tokenizer(header.metadata) or NoTokenizer(config.vocab_size)
+        tokenizer = _read_tokenizer(header.metadata) or NoTokenizer(config.known_vocab_size)
     except (TokenizerError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from None
     return save_imported(Path(out), file.stem, _read_model(header, config, row), tokenizer, row)
@@ -85,7 +85,7 @@ def _read_config(header: GGUFFile) -> tuple[ModelConfig, Architecture]:
         raise CheckpointError(
             f"not a model that can be imported: {ConfigError.of(str(header.path), faults)}"
         )
-    return config.resolve(), row
+    return config, row
 
 
 def _short(value: Any) -> Any:

@@ -116,7 +116,7 @@ def read(raw: Mapping[str, Any], where: str) -> tuple[ModelConfig, Architecture]
     if faults:
         lines = ConfigError.of(where, faults)
         raise CheckpointError(f"not a model that can be imported: {lines}")
-    return config.resolve(), row
+    return config, row
 
 
 def _row_of(raw: Mapping[str, Any], where: str) -> Architecture:
