@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from minillama import __version__
-from minillama.checkpoint_folders import resolve_checkpoint
 from minillama.config import RunConfig
 from minillama.config.loading import check
 from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
@@ -39,6 +38,7 @@ from minillama.interop.sentencepiece_proto import Kind, Piece, write_pieces
 from minillama.model.rope import inverse_frequencies
 from minillama.model.transformer import Transformer
 from minillama.training.checkpoint import load_checkpoint
+from minillama.training.checkpoint_folders import resolve_checkpoint
 
 DTYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
@@ -95,7 +95,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
     file = out if out.suffix == ".gguf" else out / f"{config.name}-{dtype}.gguf"
     writer = gguf.GGUFWriter(None, row.gguf)
     _add_shape(writer, config, row, dtype)
-    _add_vocabulary(writer, tokenizer, folder, config.model.vocab_size)
+    _add_vocabulary(writer, tokenizer, folder, config.model.known_vocab_size)
     for name, array in _tensors(model.state_dict(), config.model, row).items():
         kind = _stored_as(array, dtype)
         writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
@@ -236,7 +236,7 @@ def import_model(file: str | Path, out: str | Path) -> str:
     header = read_header(file)
     try:
         config, row = _read_config(header)
-        tokenizer = _read_tokenizer(header.metadata) or NoTokenizer(config.vocab_size)
+        tokenizer = _read_tokenizer(header.metadata) or NoTokenizer(config.known_vocab_size)
     except (TokenizerError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from None
     return save_imported(Path(out), file.stem, _read_model(header, config, row), tokenizer, row)
@@ -270,7 +270,7 @@ def _read_config(header: GGUFFile) -> tuple[ModelConfig, Architecture]:
         raise CheckpointError(
             f"this model cannot be imported: {ConfigError.of(str(header.path), errors)}"
         )
-    return config.resolve(), row
+    return config, row
 
 
 def _shortest_decimal(value: Any) -> Any:

@@ -116,7 +116,7 @@ def read(raw: Mapping[str, Any], where: str) -> tuple[ModelConfig, Architecture]
     if errors:
         lines = ConfigError.of(where, errors)
         raise CheckpointError(f"this model cannot be imported: {lines}")
-    return config.resolve(), row
+    return config, row
 
 
 def _row_of(raw: Mapping[str, Any], where: str) -> Architecture:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from minillama.checkpoint_folders import resolve_checkpoint
 from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError, TokenizerError
@@ -40,6 +39,7 @@ from minillama.interop.hf_weights import WEIGHTS, read_json, read_model
 from minillama.interop.importing import claim, save_imported
 from minillama.interop.model_card import model_card
 from minillama.training.checkpoint import load_checkpoint
+from minillama.training.checkpoint_folders import resolve_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -145,7 +145,7 @@ def import_model(folder: str | Path, out: str | Path) -> str:
         raise ConfigError(_no_folder(folder))
     raw = read_json(folder / "config.json")
     shape, row = hf_config.read(raw, str(folder / "config.json"))
-    tokenizer = _read_tokenizer(folder, raw) or NoTokenizer(shape.vocab_size)
+    tokenizer = _read_tokenizer(folder, raw) or NoTokenizer(shape.known_vocab_size)
     model = read_model(folder, shape, row)
     return save_imported(out, folder.resolve().name, model, tokenizer, row)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from minillama.config import ModelConfig, RunConfig
-from minillama.config.run import resolve
 from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError
@@ -92,7 +91,7 @@ def save_imported(
         RunFolderError: it cannot be written.
     """
     shape = model.config
-    if tokenizer.vocab_size > shape.vocab_size:
+    if tokenizer.vocab_size > shape.known_vocab_size:
         raise CheckpointError(
             f"the tokenizer of {name} has {tokenizer.vocab_size} ids, more than the model's "
             f"vocabulary of {shape.vocab_size}; it belongs to another model"
@@ -108,7 +107,7 @@ def save_imported(
         }
     )
     claim(out)
-    save_checkpoint(out, model, tokenizer, resolve(config))
+    save_checkpoint(out, model, tokenizer, config)
     n_parameters = sum(weight.numel() for weight in model.parameters())
     summary = f"{out}: {row.model_class}, {n_parameters:,} parameters"
     if isinstance(tokenizer, NoTokenizer):
