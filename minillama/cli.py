@@ -106,9 +106,9 @@ def _export(options: Namespace) -> str:
 
 def _import(options: Namespace) -> str:
     if options.source.endswith(".gguf"):
-        from minillama.interop import gguf_import
+        from minillama.interop import gguf
 
-        return gguf_import.import_model(options.source, options.out)
+        return gguf.import_model(options.source, options.out)
     from minillama.interop import huggingface
 
     return huggingface.import_model(options.source, options.out)
