@@ -13,14 +13,13 @@ from minillama.model.kernels.matmul import _load as _load_matmul
 from minillama.model.kernels.mlp import _load as _load_mlp
 from minillama.model.kernels.stack import _load as _load_stack
 from minillama.model.kernels.swiglu import _load as _load_swiglu
-from minillama.model.norms import NORMS
-from minillama.model.placement import PLACEMENTS
+from minillama.model.norms import NORM_BUILDERS
 
 
 @pytest.fixture
 def scratch_registries(monkeypatch):
     """Let a test register norms and placements that no other test sees."""
-    for registry in (NORMS, PLACEMENTS, norm_config.NORM_KINDS, norm_config.PLACEMENTS):
+    for registry in (NORM_BUILDERS, norm_config.NORM_KINDS, norm_config.PLACEMENTS):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
