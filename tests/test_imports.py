@@ -29,8 +29,14 @@ LAYERS = [
 """From the ground up.  A part may import from itself and from lower layers, not from beside it."""
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-IMPORTS_IN_FUNCTIONS = {"cli.py", "training/join.py", "training/ranks.py"}
-"""A command loads what it needs; a run of one process, nothing of torch.distributed's engines."""
+IMPORTS_IN_FUNCTIONS = {
+    "cli.py",
+    "data/files.py",
+    "data/sources.py",
+    "training/join.py",
+    "training/ranks.py",
+}
+"""A command loads what it needs; prepared data no `datasets`; one process no torch.distributed."""
 UNKNOWN_TO_THE_MODEL = {"RunConfig", "TrainConfig", "OptimConfig", "DataConfig", "TokenizerConfig"}
 
 

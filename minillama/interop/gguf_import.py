@@ -11,7 +11,7 @@ import torch
 
 from minillama.config import ModelConfig
 from minillama.config.loading import check
-from minillama.data.foreign import NoTokenizer
+from minillama.data.imported_tokenizers import NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError, FieldError, TokenizerError
 from minillama.interop.architectures import (

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from minillama.checkpoint_folders import resolve_checkpoint
-from minillama.data.foreign import JsonTokenizer, NoTokenizer
+from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError, TokenizerError
 from minillama.files import explain_write_errors, new_folder
