@@ -13,8 +13,8 @@ PACKAGE = Path(minillama.__file__).parent
 
 LAYERS = [
     ("errors",),
-    ("files", "registry", "checkpoint_folders", "launch", "formatting"),
-    ("plugins",),
+    ("files", "registry", "launch", "formatting"),
+    ("plugins", "progress"),
     ("config",),
     ("model", "data"),
     ("evaluation", "sampling", "plan"),
@@ -33,10 +33,13 @@ IMPORTS_IN_FUNCTIONS = {
     "cli.py",
     "data/files.py",
     "data/sources.py",
+    "training/assemble.py",
     "training/join.py",
     "training/ranks.py",
 }
-"""A command loads what it needs; prepared data no `datasets`; one process no torch.distributed."""
+"""A command loads what it needs; a run of one process, nothing of torch.distributed's engines; a
+config is assembled without torch unless it begins from a checkpoint; prepared data is used without
+`datasets` or pyarrow."""
 UNKNOWN_TO_THE_MODEL = {"RunConfig", "TrainConfig", "OptimConfig", "DataConfig", "TokenizerConfig"}
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from minillama.config import RunConfig
-from minillama.config.run import TokenizerConfig, resolve
+from minillama.config.run import TokenizerConfig
 from minillama.data.files import cache_entry
 from minillama.data.shard_writer import Shard, ShardWriter
 from minillama.data.shards import ShardFile, TokenShards, are_complete
@@ -101,7 +101,6 @@ def prepare(config: RunConfig) -> Prepared:
         TokenizerError: the vocabulary and the text do not fit.
         MinillamaError: a process that prepared a part of it was killed.
     """
-    config = resolve(config)
     source = source_hash(config.data.source)
     folder = cache_folder() / "tokens" / _key(config, source)
     if not _is_complete(folder):
