@@ -55,6 +55,7 @@ from minillama.config.loading import (
     text_fields,
 )
 from minillama.config.model import ModelConfig
+from minillama.config.norms import NormConfig
 from minillama.config.shipped import find_config
 from minillama.errors import FieldError
 from minillama.plugins import load_plugins
@@ -346,7 +347,7 @@ OWNED_BY_KIND = {
     "data.source": Owned(None, "pydocs"),
     "model.rope_scaling": Owned(None),
     "tokenizer": Owned(("vocab_size", "path"), "bpe"),
-    "model.norm": Owned(("options",), "rmsnorm"),
+    "model.norm": Owned(("options",), NormConfig.model_fields["kind"].default),
 }
 """The settings that an override of a section's ``kind`` drops."""
 
