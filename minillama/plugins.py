@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from minillama.errors import ConfigError, MinillamaError
+from minillama.files import sha256_of_file
 
 _LOADED_PLUGINS: dict[str, ModuleType] = {}
 
@@ -51,6 +52,22 @@ def load_plugins(plugins: Sequence[str]) -> None:
             raise ConfigError(
                 f"plugins.{index} = {plugin!r}: {type(error).__name__}: {error}{place}"
             ) from error
+
+
+def plugin_hashes(plugins: Sequence[str]) -> dict[str, str]:
+    """Return the SHA-256 (hex) of each plugin's source; of a package, of all its modules.
+
+    Raises:
+        ConfigError: a plugin is missing or raises.
+    """
+    load_plugins(plugins)
+    hashes = {}
+    for plugin in plugins:
+        key = str(Path(plugin).resolve()) if plugin.endswith(".py") else plugin
+        file = Path(_LOADED_PLUGINS[key].__file__ or "")
+        files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+        hashes[plugin] = sha256_of_file(*(path for path in files if path.is_file()))
+    return hashes
 
 
 def _import_file(path: str) -> ModuleType:

@@ -29,7 +29,7 @@ LAYERS = [
 """From the ground up.  A part may import from itself and from lower layers, not from beside it."""
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-IMPORTS_IN_FUNCTIONS = {"cli.py", "training/join.py", "training/ranks.py"}
+IMPORTS_IN_FUNCTIONS = {"cli.py", "training/parallel.py", "training/checkpoint.py"}
 """A command loads what it needs; a run of one process, nothing of torch.distributed's engines."""
 UNKNOWN_TO_THE_MODEL = {"RunConfig", "TrainConfig", "OptimConfig", "DataConfig", "TokenizerConfig"}
 
