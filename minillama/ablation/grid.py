@@ -14,9 +14,10 @@ from typing import Any
 
 from minillama.config import RunConfig
 from minillama.config.ablation import AblationConfig
-from minillama.config.loading import dotted, override, read_yaml
+from minillama.config.loading import flatten, override, read_yaml
 from minillama.config.run import OWNED_BY_KIND, parse_run, without_derived
 from minillama.errors import ConfigError, FieldError
+from minillama.training.assemble import assemble
 
 SET_BY_GRID = {
     "optim.lr": "lr",
@@ -52,7 +53,6 @@ class Cell:
     @property
     def folder(self) -> Path:
         """The cell's run folder."""
-        assert self.config.out_dir is not None
         return Path(self.config.out_dir)
 
     @property
@@ -85,7 +85,7 @@ def arms(config: AblationConfig) -> list[Arm]:
             suffix = "".join(
                 f"+{short}={_label(value)}" for short, value in zip(shorts, values, strict=True)
             )
-            merged = dict(dotted(overrides)) | dict(dotted(point))
+            merged = flatten(overrides) | flatten(point)
             out.append(Arm(name + suffix, config.baseline + suffix, merged))
     return out
 
@@ -98,14 +98,14 @@ def cells(config: AblationConfig) -> list[Cell]:
             the base itself is named once, under ``base: ``.
     """
     base = read_yaml(config.base) if isinstance(config.base, str) else config.base
-    base = override(without_derived(base, "base"), dict(dotted(config.overrides)), OWNED_BY_KIND)
+    base = override(without_derived(base), flatten(config.overrides), OWNED_BY_KIND)
     base = override(base, {"optim.lr": config.lr[0], "train.seed": config.seeds[0]}, {})
     base.pop("out_dir", None)
     base_faults = _checked(base, "base")[1]
     faults: dict[str, FieldError] = {}
     out: list[Cell] = []
     names = [arm.name for arm in arms(config)]
-    root = Path(config.out_dir or f"runs/{config.name}")
+    root = Path(config.out_dir)
     for arm in arms(config):
         run, found = None, _forbidden(arm)
         if names.count(arm.name) > 1:
@@ -148,7 +148,7 @@ def _cells_of(arm: str, run: RunConfig, config: AblationConfig, root: Path) -> I
 
 def _checked(raw: Mapping[str, Any], where: str) -> tuple[RunConfig | None, list[FieldError]]:
     try:
-        run = parse_run(raw, where)
+        run = assemble(parse_run(raw, where), where)
         parallel, rule = run.train.parallel, "a cell is trained by one process; leave it out"
         return run, [] if parallel == "none" else [FieldError("train.parallel", parallel, rule)]
     except ConfigError as error:

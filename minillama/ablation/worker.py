@@ -66,7 +66,6 @@ def _train(job: str) -> dict[str, str]:
     """Train one cell, its output going to its own log, and say how it ended."""
     cell = json.loads(job)
     config = parse_run(cell["config"], "cell")
-    assert config.out_dir is not None
     folder = Path(config.out_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -28,15 +28,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minillama.checkpoint_folders import (
-    CONFIG,
-    OPTIMIZER,
-    TOKENIZER,
-    TRAINER_STATE,
-    WEIGHTS,
-    resolve_checkpoint,
-    step_folders,
-)
 from minillama.config import RunConfig
 from minillama.config.loading import check
 from minillama.config.run import load_plugins_of
@@ -45,6 +36,15 @@ from minillama.errors import CheckpointError, ConfigError, MinillamaError
 from minillama.files import explain_write_errors, new_folder, sha256_of_file
 from minillama.model.sizes import absurd_sizes, misfits
 from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.training.checkpoint_folders import (
+    CONFIG,
+    OPTIMIZER,
+    TOKENIZER,
+    TRAINER_STATE,
+    WEIGHTS,
+    resolve_checkpoint,
+    step_folders,
+)
 from minillama.training.device import pick_device
 from minillama.training.optim import is_sharded, whole_tensor
 

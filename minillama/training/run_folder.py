@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from minillama import launch
-from minillama.checkpoint_folders import resolve_checkpoint, step_folders, step_of
 from minillama.config import RunConfig
-from minillama.config.run import to_yaml
+from minillama.config.fields import NO_EFFECT, RESUMABLE
+from minillama.config.loading import flatten
+from minillama.config.run import to_yaml, with_mark
 from minillama.data.prepare import Prepared
 from minillama.errors import ConfigError, DivergedError, FieldError, RunFolderError
 from minillama.files import (
@@ -30,7 +31,8 @@ from minillama.files import (
     replace_link,
     write_atomic,
 )
-from minillama.plugins import plugin_hashes
+from minillama.plugins import plugin_source_hash
+from minillama.training.checkpoint_folders import resolve_checkpoint, step_folders, step_of
 from minillama.training.summary import hash_config
 
 OURS = (
@@ -49,28 +51,7 @@ OURS = (
 )
 """What --overwrite removes, in this order; a folder only if nothing else is in it."""
 
-MAY_CHANGE = frozenset(
-    (
-        "name",
-        "out_dir",
-        "loggers",
-        "data.workers",
-        "train.steps",
-        "train.eval_every",
-        "train.save_every",
-        "train.keep_last",
-        "train.log_every",
-        "train.probe_every",
-        "train.sample_prompt",
-        "train.device",
-        "train.compile",
-        "train.on_nonfinite",
-        "train.max_skips",
-        "train.parallel",
-        "train.profile",
-        "train.recompute",
-    )
-)
+MAY_CHANGE = with_mark(NO_EFFECT) | with_mark(RESUMABLE)
 """The fields that may change when a run is resumed.
 
 What to do about a non-finite update is among them: a run that was stopped by one may continue from
@@ -297,7 +278,7 @@ def content_hashes(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
     return {
         "data_sha256": prepared.meta.data_sha256,
         "tokenizer_sha256": prepared.meta.tokenizer_sha256,
-        "plugins_sha256": list(plugin_hashes(config.plugins).values()),
+        "plugins_sha256": plugin_source_hash(config.plugins),
     }
 
 
@@ -343,15 +324,5 @@ def check_content(state: Mapping[str, Any], now: Mapping[str, Any], where: Path)
 
 def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the dotted names of all fields in which two configs differ, with both values."""
-    a, b = _flat(one.model_dump(mode="json")), _flat(other.model_dump(mode="json"))
+    a, b = flatten(one.model_dump(mode="json")), flatten(other.model_dump(mode="json"))
     return {n: (a.get(n), b.get(n)) for n in sorted(a | b) if a.get(n) != b.get(n)}
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in section.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -16,7 +16,8 @@ import torch
 import minillama
 from minillama import launch
 from minillama.config import RunConfig
-from minillama.plugins import plugin_hashes
+from minillama.config.run import deciding_fields
+from minillama.plugins import plugin_source_hash
 from minillama.training.stability import SPIKE_WINDOW, is_spike
 
 Fate = Literal["ok", "diverged", "collapsed"]
@@ -159,10 +160,8 @@ def summarise(
 
 def hash_config(config: RunConfig) -> str:
     """Return a SHA-256 of all that decides a run's numbers, the source of its plugins included."""
-    plain = config.model_dump(mode="json", exclude={"name", "out_dir", "loggers", "plugins"})
-    del plain["data"]["workers"]  # the data does not depend on it
-    plain["plugins"] = list(plugin_hashes(config.plugins).values())
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    fields = deciding_fields(config) | {"plugins": plugin_source_hash(config.plugins)}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _mean(values: list[float]) -> float | None:

@@ -33,10 +33,8 @@ import torch
 from torch import Tensor
 
 from minillama import launch
-from minillama.checkpoint_folders import OPTIMIZER, step_of
 from minillama.config import RunConfig
 from minillama.config.model import advice
-from minillama.config.run import resolve
 from minillama.data.batches import Batches, rows_of_rank
 from minillama.data.prepare import Prepared, prepare
 from minillama.errors import DivergedError, InterruptedRunError, MinillamaError
@@ -46,6 +44,7 @@ from minillama.model.transformer import Transformer, is_norm_parameter
 from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.progress import ProgressBar
 from minillama.sampling import generate
+from minillama.training.assemble import assemble
 from minillama.training.checkpoint import (
     Checkpoint,
     hash_tensors,
@@ -57,6 +56,7 @@ from minillama.training.checkpoint import (
     save_checkpoint,
     whole_weights,
 )
+from minillama.training.checkpoint_folders import OPTIMIZER, step_of
 from minillama.training.device import describe_device
 from minillama.training.interrupt import StopSignal, SyncedStopSignal
 from minillama.training.loggers import Logger, build_loggers, check_loggers
@@ -123,7 +123,7 @@ def train(
     began = time.time() if began is None else began
     torch.set_num_threads(min(torch.get_num_threads(), launch.usable_cpus()))
     try:
-        config = resolve(config)
+        config = assemble(config)
         with join(config) as ranks, ExitStack() as stack:
             with ranks.sync_errors():
                 folder, checkpoint, summary = _open_folder(config, ranks, stack, resume, overwrite)
@@ -156,7 +156,7 @@ def _open_folder(
     check_loggers(config.loggers)
     for line in advice(config.model):
         _log.warning("%s: %s", config.name, line)
-    folder = RunFolder(Path(str(config.out_dir)))
+    folder = RunFolder(Path(config.out_dir))
     if ranks.broadcast(folder.restarted()):
         resume, overwrite = True, False
     if ranks.is_main:
@@ -306,7 +306,7 @@ class Trainer:
         with self.clock.part("data"):
             rows = rows_of_rank(config.train.batch_size, ranks.rank, ranks.world_size)
             inputs_BT, targets_BT = self.batches.batch_at(progress.step, rows)
-        check_ids(self.prepared.folder, config.model.vocab_size, inputs_BT, targets_BT)
+        check_ids(self.prepared.folder, config.model.known_vocab_size, inputs_BT, targets_BT)
         n_tokens = int(ranks.sum(int((targets_BT != IGNORED).sum())))
         probe = None
         if config.train.probe_every and step % config.train.probe_every == 0:
@@ -416,7 +416,7 @@ class Trainer:
             self.prepared.val,
             self.config.data.seq_len,
             self.config.train.micro_batch_size or self.config.train.batch_size,
-            self.config.model.vocab_size,
+            self.config.model.known_vocab_size,
         )
         with torch.inference_mode(), self._autocast():
             nats = sum_loss(self.model, batches, ranks, stop)
@@ -442,7 +442,7 @@ class Trainer:
         sample = self._sample()
         initial = progress.init_val_loss
         if self.config.init_from is not None:  # it started trained: no better is not diverged
-            initial = max(initial, math.log(self.config.model.vocab_size))
+            initial = max(initial, math.log(self.config.model.known_vocab_size))
         judged = fate(progress.val_loss, initial, self.prepared.meta.unigram_entropy)
         return self._write_summary(judged, sample)
 

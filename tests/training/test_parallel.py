@@ -164,7 +164,7 @@ def fsdp(runs):
 def finish(process):
     """Return what torchrun and all that it started have said; leave nothing running."""
     try:
-        return process.communicate(timeout=90)[0]
+        return process.communicate(timeout=500)[0]
     except subprocess.TimeoutExpired:
         process.terminate()  # it ends those that it started
         said = process.communicate(timeout=60)[0]
