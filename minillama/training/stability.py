@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from minillama.config import RunConfig
+from minillama.config.norms import PLACEMENTS
 from minillama.config.run import TrainConfig
 from minillama.errors import DataError
 from minillama.formatting import join_words
@@ -87,7 +88,7 @@ def remedies(config: RunConfig) -> str:
         settings.append("clipping (optim.grad_clip=1)")
     if not optim.z_loss:
         settings.append("optim.z_loss=1e-4")
-    if norm.qk_norm == "none" and norm.placement != "hybrid":
+    if norm.qk_norm == "none" and not PLACEMENTS.get(norm.placement).norms_qkv:
         settings.append("model.norm.qk_norm=head")
     if config.train.dtype == "float16":
         settings.append("train.dtype=bfloat16")
