@@ -57,7 +57,7 @@ from minillama.training.checkpoint import (
     whole_weights,
 )
 from minillama.training.checkpoint_folders import OPTIMIZER, step_of
-from minillama.training.device import describe_device
+from minillama.training.device import describe_device, return_freed_memory
 from minillama.training.interrupt import StopSignal, SyncedStopSignal
 from minillama.training.loggers import Logger, build_loggers, check_loggers
 from minillama.training.metrics import Line, filter_metrics
@@ -229,6 +229,8 @@ class Trainer:
             prepared.train, config.data.seq_len, config.train.batch_size, config.train.seed
         )
         model.recompute = config.train.recompute
+        if model.recompute and self.device.type == "cpu":
+            return_freed_memory()
         norms = {n: p for n, p in model.named_parameters() if is_norm_parameter(n)}
         matrices = {n: p for n, p in model.named_parameters() if n not in norms and p.ndim > 1}
         self.facts = {
