@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
 
 import torch
@@ -31,6 +32,20 @@ def pick_device(name: str) -> torch.device:
             f"device {name} does not exist here ({n_gpus} CUDA devices); use auto or cpu"
         )
     return device
+
+
+def check_compile(device: torch.device) -> None:
+    """Check that torch.compile has the C++ compiler that it needs on a CPU.
+
+    Raises:
+        ConfigError: it has none; torch itself would say so in forty lines, at the first step.
+    """
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"train.compile = true needs a C++ compiler on a CPU and {compiler} was not found; "
+            "install one (for example g++), name another in CXX, or set train.compile=false"
+        )
 
 
 def describe_device(device: torch.device) -> str:

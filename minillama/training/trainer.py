@@ -57,7 +57,7 @@ from minillama.training.checkpoint import (
     whole_weights,
 )
 from minillama.training.checkpoint_folders import OPTIMIZER, step_of
-from minillama.training.device import describe_device, return_freed_memory
+from minillama.training.device import check_compile, describe_device, return_freed_memory
 from minillama.training.interrupt import StopSignal, SyncedStopSignal
 from minillama.training.loggers import Logger, build_loggers, check_loggers
 from minillama.training.metrics import Line, filter_metrics
@@ -243,6 +243,8 @@ class Trainer:
             "device": describe_device(self.device),
             "processes": self.ranks.world_size,
         }
+        if config.train.compile:
+            check_compile(self.device)
         if checkpoint is not None:  # before the model is sharded
             check_content(checkpoint.state, content_hashes(config, prepared), folder.path)
             load_weights(model, checkpoint.weights, checkpoint.folder)
