@@ -61,7 +61,7 @@ class Batches:
     def batch_at(self, step: int, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and targets of ``step``, counted from 0: two (B, T) int64 tensors.
 
-        With ``rows``, for instance those of :func:`rows_of_rank`, only these rows are read and returned.
+        With ``rows``, such as those of :func:`rows_of_rank`, only these are read and returned.
         """
         first = step * self.batch_size
         samples = range(first, first + self.batch_size)[rows]
@@ -116,7 +116,7 @@ class Batches:
 
 
 def rows_of_rank(batch_size: int, rank: int, n_ranks: int) -> slice:
-    """Return the rows of a batch that belong to ``rank``: ranks' rows are disjoint and cover all."""
+    """Return the rows of a batch that belong to ``rank``: the ranks share all of them."""
     return slice(batch_size * rank // n_ranks, batch_size * (rank + 1) // n_ranks)
 
 
