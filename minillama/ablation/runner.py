@@ -37,7 +37,7 @@ from minillama.errors import (
     RunFolderError,
 )
 from minillama.files import explain_write_errors, write_atomic
-from minillama.model.norms import is_ours
+from minillama.model.norms import is_builtin
 from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.training.device import pick_device
 from minillama.training.interrupt import StopSignal
@@ -98,7 +98,7 @@ def run(
     grid = cells(config)
     for cell in grid:
         # To count the parameters of a user's own norm is to build it: its cell's process may.
-        if is_ours(cell.config.model.norm.kind):
+        if is_builtin(cell.config.model.norm.kind):
             refuse_what_cannot_fit(cell.config, pick_device(cell.config.train.device))
     folder = _folder(config)
     with _claimed(folder):
