@@ -22,22 +22,9 @@ from minillama import __version__, launch
 from minillama.config import load_config
 from minillama.config.ablation import load_ablation
 from minillama.config.run import json_schema, to_yaml
-from minillama.errors import ConfigError, MinillamaError, OtherRankError
+from minillama.errors import EXTRAS, ConfigError, MinillamaError, OtherRankError, missing_extra
 
 EPILOG = "exit status: 0 good; 2 your config or arguments; 3 training diverged; 130 interrupted"
-
-
-EXTRAS = {
-    "matplotlib": "report",
-    "plotly": "report",
-    "scipy": "report",
-    "transformers": "hf",
-    "tokenizers": "hf",
-    "gguf": "gguf",
-    "ray": "ray",
-    "tensorboard": "tensorboard",
-}
-"""The extra of this package that brings each optional library."""
 
 
 def _train(options: Namespace) -> str:
@@ -440,11 +427,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"minillama: {error}", file=sys.stderr, flush=True)
         return error.exit_status
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
             raise
-        message = f"this needs {error.name}; install it: pip install 'minillama[{extra}]'"
-        print(f"minillama: {message}", file=sys.stderr)
+        print(f"minillama: {missing_extra(package)}", file=sys.stderr)
         return ConfigError.exit_status
     except KeyboardInterrupt:
         print("minillama: interrupted", file=sys.stderr)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import indent
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from minillama.data.sources import open_documents
 from minillama.data.tokenizer import Tokenizer
 from minillama.errors import ConfigError, DivergedError, RunFolderError
 from minillama.evaluation import evaluate
+from minillama.formatting import text_table
 from minillama.model.convert import layernorm_to_rmsnorm
 from minillama.model.norms import NORMS
 from minillama.model.placement import PLACEMENTS
@@ -201,8 +203,9 @@ def explain_norms(name: str | None, plugins: list[str]) -> str:
         ]
         return "\n\n".join(
             (
-                _table("model.norm.kind", kinds),
-                _table("model.norm.placement (N: the norm, f: attention or MLP)", rows),
+                "model.norm.kind\n" + indent(text_table(kinds), "  "),
+                "model.norm.placement (N: the norm, f: attention or MLP)\n"
+                + indent(text_table(rows), "  "),
                 "minillama norms NAME explains one",
             )
         )
@@ -223,9 +226,3 @@ def explain_norms(name: str | None, plugins: list[str]) -> str:
         final = "a norm before the head" if row.final_norm else "no norm before the head"
         return f"{name}: x ← {row.formula}    ({row.source})\n{final}"
     raise ConfigError(unknown_name("norm kind or placement", name, [*NORMS, *PLACEMENTS]))
-
-
-def _table(title: str, rows: list[tuple[str, str, str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    lines = [f"  {name:<{widths[0]}}  {formula:<{widths[1]}}  {src}" for name, formula, src in rows]
-    return "\n".join([title, *lines])

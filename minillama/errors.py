@@ -124,3 +124,25 @@ class InterruptedRunError(MinillamaError):
     """Training was stopped by Ctrl-C or SIGTERM; its state was saved first."""
 
     exit_status = 130
+
+
+EXTRAS = {
+    "jinja2": "report",
+    "matplotlib": "report",
+    "pandas": "report",
+    "plotly": "report",
+    "scipy": "report",
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "gguf": "gguf",
+    "ray": "ray",
+    "tensorboard": "tensorboard",
+}
+"""The extra of this package that installs each optional package."""
+
+
+def missing_extra(package: str, what: str = "this", extra: str | None = None) -> ConfigError:
+    """Return the error for ``what`` needing an optional ``package`` (default extra: EXTRAS')."""
+    return ConfigError(
+        f"{what} needs {package}; install it: pip install 'minillama[{extra or EXTRAS[package]}]'"
+    )

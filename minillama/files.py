@@ -1,12 +1,14 @@
-"""Files and folders that are there whole or not at all, whenever the power goes.
+"""Files and folders that are complete or absent, even after a power cut.
 
-    write beside it, under a temporary name ─▶ fsync ─▶ rename ─▶ fsync the parent
+    write under a temporary name beside it ─▶ fsync ─▶ rename ─▶ fsync the parent folder
 
-A rename replaces a file at once, so a reader sees the old or the new and never a part.
+A rename replaces a file atomically, so a reader sees the old one or the new one, never a part.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -14,15 +16,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from minillama.errors import RunFolderError
+from filelock import FileLock, Timeout
 
-TEMPORARY = ".unfinished-"
-"""How the name of whatever is not yet, or no longer, whole begins."""
+from minillama.errors import ConfigError, RunFolderError
+
+TEMPORARY_PREFIX = ".unfinished-"
+"""How the names of unfinished files and folders begin."""
+
+_log = logging.getLogger("minillama")
 
 
 @contextmanager
-def writing(what: Path) -> Iterator[None]:
-    """Turn whatever the system says against writing ``what`` into one line.
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of the body into a one-line error about writing ``path``.
 
     Raises:
         RunFolderError: the body raised an OSError.
@@ -30,14 +36,14 @@ def writing(what: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFolderError(f"{what} cannot be written: {error.strerror or error}") from error
+        raise RunFolderError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def sync(path: Path) -> None:
-    """Wait until the disk has the file, or the entries of the folder, at ``path``."""
+def fsync(path: Path) -> None:
+    """Wait until the file, or the entries of the folder, at ``path`` are on the disk."""
     is_folder = path.is_dir()
     if is_folder and os.name == "nt":
-        return  # Windows opens no folder
+        return  # Windows cannot open a folder
     handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)
@@ -45,48 +51,64 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, replacing what is there at once."""
-    temporary = _temporary_name(path.parent)
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; the file that the body writes there replaces ``path`` atomically.
+
+    If the body raises, ``path`` stays as it was and the temporary file is removed.
+    """
+    temporary = _temporary_path(path)
     try:
-        with temporary.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        sync(temporary)
+        yield temporary
+        fsync(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    fsync(path.parent)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path``, text as UTF-8, replacing an older file atomically."""
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes ``path`` once the body has filled it with files.
+def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to ``path`` once the body has filled it.
 
-    If the body raises, nothing is left.  Each file is on the disk before the folder has its name.
+    If the body raises, the temporary folder is removed.  All files are on the disk before the
+    folder has its name.
+
+    Args:
+        path: its parent must exist.
+        replace: remove an older folder at ``path`` just before the rename.
 
     Raises:
-        FileExistsError: ``path`` is there already.
+        FileExistsError: ``path`` exists, and ``replace`` is false.
     """
-    if path.exists():
-        raise FileExistsError(f"{path} is there already")
-    temporary = _temporary_name(path.parent)
+    if path.exists() and not replace:
+        raise FileExistsError(f"{path} already exists")
+    temporary = _temporary_path(path)
     try:
         temporary.mkdir()
         yield temporary
-        for file in temporary.iterdir():
-            sync(file)
-        sync(temporary)
+        for entry in temporary.rglob("*"):
+            fsync(entry)
+        fsync(temporary)
+        if replace and path.exists():
+            remove_folder(path)
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    sync(path.parent)
+    fsync(path.parent)
 
 
-def point_link(link: Path, target: Path) -> None:
-    """Let ``link`` lead to ``target``, a folder beside it; a copy where the system has no links."""
-    temporary = _temporary_name(link.parent)
+def replace_link(link: Path, target: Path) -> None:
+    """Point ``link`` at ``target``, a folder beside it; copy it where links are not supported."""
+    temporary = _temporary_path(link)
     try:
         temporary.symlink_to(target.name, target_is_directory=True)
     except (OSError, NotImplementedError):
@@ -96,35 +118,92 @@ def point_link(link: Path, target: Path) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     if link.is_dir() and not link.is_symlink():
-        drop_folder(link)  # a folder that is not empty cannot be replaced
+        remove_folder(link)  # rename does not replace a folder that is not empty
     temporary.replace(link)
-    sync(link.parent)
+    fsync(link.parent)
 
 
-def drop_folder(path: Path) -> None:
-    """Remove the folder ``path``; it loses its name first, so that no part of it is ever found."""
-    doomed = path.rename(_temporary_name(path.parent))
-    shutil.rmtree(doomed, ignore_errors=True)
+def remove_folder(path: Path) -> None:
+    """Remove the folder ``path``; it is renamed first, so that no half of it is ever found."""
+    renamed = path.rename(_temporary_path(path))
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
-def drop_unfinished(folder: Path) -> None:
-    """Remove from ``folder`` what a kill has left unfinished."""
-    for path in folder.glob(f"{TEMPORARY}*"):
+def remove_unfinished(folder: Path, name: str | None = None) -> None:
+    """Remove the unfinished files and folders that killed processes left in ``folder``.
+
+    Args:
+        folder: where they are; no other process may be writing there.
+        name: only those that would have become ``folder / name``.
+    """
+    pattern = f"{TEMPORARY_PREFIX}*" if name is None else f"{TEMPORARY_PREFIX}{name[:_KEPT]}-*"
+    for path in folder.glob(pattern):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
 
-def _temporary_name(folder: Path) -> Path:
-    return folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+_KEPT = 64  # characters of a name; file systems allow 255 bytes in all
+
+
+def _temporary_path(path: Path) -> Path:
+    return path.with_name(f"{TEMPORARY_PREFIX}{path.name[:_KEPT]}-{secrets.token_hex(8)}")
+
+
+@contextmanager
+def lock(path: Path, *, busy: str, timeout: float | None = None) -> Iterator[None]:
+    """Hold the lock file ``path`` while the body runs; only one process can.
+
+    Args:
+        path: of the lock file, which is created where it is missing.
+        busy: what to say where another process holds the lock: the message of the error, or of the
+            log line if there is no timeout.
+        timeout: how many seconds to wait for the lock; None: forever.
+
+    Raises:
+        RunFolderError: another process still holds the lock after ``timeout`` seconds.
+        OSError: the lock file cannot be created.
+    """
+    file_lock = FileLock(path)
+    try:
+        file_lock.acquire(timeout=timeout or 0)
+    except Timeout:
+        if timeout is not None:
+            raise RunFolderError(busy) from None
+        _log.info("%s", busy)
+        file_lock.acquire()
+    try:
+        yield
+    finally:
+        file_lock.release()
+
+
+def sha256_of_file(*paths: Path) -> str:
+    """Return the SHA-256 (hex) of the content of ``paths``, one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: ``$MINILLAMA_CACHE``, else ``minillama`` in the user's cache."""
+    """Return the cache folder: ``$MINILLAMA_CACHE``, else ``minillama`` in the user's cache.
+
+    Raises:
+        ConfigError: the variable is not set, and the user has no home folder.
+    """
     own = os.environ.get("MINILLAMA_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
     # The XDG specification says that a relative path is to be ignored.
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "minillama"
+    try:
+        if own:
+            return Path(own).expanduser().absolute()
+        return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "minillama"
+    except RuntimeError:
+        raise ConfigError(
+            "there is no home folder to keep the cache in; set the environment variable "
+            "MINILLAMA_CACHE to a folder that can be written"
+        ) from None

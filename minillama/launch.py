@@ -1,13 +1,15 @@
-"""What torchrun tells each of the processes that it starts.  Nothing here loads torch.
+"""How this process was started: by torchrun or alone, and on how many CPUs.  Loads no torch.
 
 A *rank* is one of the processes that train a model together; torchrun numbers them from 0.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import socket
+from pathlib import Path
 
 from minillama.errors import MinillamaError, OtherRankError
 
@@ -62,3 +64,48 @@ def alike(error: MinillamaError) -> MinillamaError:
     The others end in silence, with the same exit status.
     """
     return error if local_rank() == 0 else OtherRankError(str(error), error.exit_status)
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """Return how many CPUs this process may use: by its affinity and its container's CPU quota.
+
+    A quota of one and a half CPUs counts as two.
+
+    Args:
+        root: the folder that holds ``proc`` and ``sys``.
+    """
+    try:
+        allowed = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        allowed = os.cpu_count() or 1
+    return max(1, min([allowed, *map(math.ceil, _cpu_quotas(root))]))
+
+
+def _cpu_quotas(root: Path) -> list[float]:
+    """Return the CPU quotas of this process's cgroup and of those above it, in CPUs."""
+    cgroups = root / "sys/fs/cgroup"
+    try:
+        entries = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    quotas = []
+    for _, controllers, path in (entry.split(":", 2) for entry in entries):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # cgroup v2 has one hierarchy; v1 has one for each set of controllers.
+        top = cgroups if not controllers else cgroups / "cpu"
+        place = top / path.strip("/")
+        for folder in (place, *place.parents):
+            try:
+                if controllers:
+                    quota = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii")
+                    period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii")
+                else:
+                    quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+                if quota != "max" and int(quota) > 0:
+                    quotas.append(int(quota) / int(period))
+            except (OSError, ValueError):
+                pass  # this level has no quota
+            if folder == top:
+                break
+    return quotas

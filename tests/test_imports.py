@@ -13,7 +13,7 @@ PACKAGE = Path(minillama.__file__).parent
 
 LAYERS = [
     ("errors",),
-    ("files", "registry", "checkpoint_folders", "launch"),
+    ("files", "registry", "checkpoint_folders", "launch", "formatting"),
     ("plugins",),
     ("config",),
     ("model", "data"),

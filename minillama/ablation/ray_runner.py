@@ -39,7 +39,7 @@ from minillama.ablation.pool import Ended, Worker
 from minillama.config.ablation import AblationConfig, RunnerConfig
 from minillama.config.run import to_yaml
 from minillama.errors import ConfigError, RunFolderError
-from minillama.files import write_whole, writing
+from minillama.files import explain_write_errors, write_atomic
 
 STAYS = ("checkpoints", ".lock")
 """What of a run folder does not come back."""
@@ -223,13 +223,13 @@ def _ended(cell: Cell, task: Any) -> Ended:
 
 def _lay_down(cell: Cell, files: Mapping[str, bytes]) -> None:
     """Write a cell's files, the summary last, since by it a cell counts as finished."""
-    with writing(cell.folder):
+    with explain_write_errors(cell.folder):
         for name in sorted(files, key=lambda name: name == "summary.json"):
             path = cell.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             if name == "config.yaml":  # the node's own names its temporary folder
-                write_whole(path, to_yaml(cell.config))
+                write_atomic(path, to_yaml(cell.config))
             elif name == "summary.json":
-                write_whole(path, files[name].decode())
+                write_atomic(path, files[name].decode())
             else:
                 path.write_bytes(files[name])

@@ -18,7 +18,7 @@ from minillama.ablation.page import render
 from minillama.ablation.picture import write_picture
 from minillama.ablation.results import COLUMNS, Results, read_results, row_of
 from minillama.ablation.verdict import headline, number
-from minillama.files import write_whole, writing
+from minillama.files import explain_write_errors, write_atomic
 
 _TEXTS = ("arm", "fate", "run_dir", "config_hash", "weights_hash", "data_hash", "error")
 _WHOLE = ("seed", "steps", "tokens", "best_step", "n_params", "n_norm_params", "threads")
@@ -40,12 +40,12 @@ def write_report(folder: str | Path) -> Path:
     arms = analyse_arms(results)
     comparisons = compare_arms(arms, results.margin)
     page = results.folder / "report.html"
-    with writing(results.folder):
-        write_whole(page, render(results, arms, comparisons))
+    with explain_write_errors(results.folder):
+        write_atomic(page, render(results, arms, comparisons))
         said = headline(results, arms, comparisons)
         write_picture(results.folder / "report.png", results, arms, said, _source(results))
         if results.is_ablation:
-            write_whole(results.folder / "table.tex", latex_table(arms))
+            write_atomic(results.folder / "table.tex", latex_table(arms))
             _write_parquet(results)
     return page
 

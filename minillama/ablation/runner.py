@@ -36,7 +36,7 @@ from minillama.errors import (
     MinillamaError,
     RunFolderError,
 )
-from minillama.files import write_whole, writing
+from minillama.files import explain_write_errors, write_atomic
 from minillama.model.norms import is_ours
 from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.training.device import pick_device
@@ -107,8 +107,8 @@ def run(
     with _claimed(folder):
         _refuse_changed(grid)
         _prepare_data(grid)
-        with writing(folder):
-            write_whole(folder / "ablation.yaml", to_yaml(_standing_alone(config)))
+        with explain_write_errors(folder):
+            write_atomic(folder / "ablation.yaml", to_yaml(_standing_alone(config)))
         table = CellTable(folder, grid)
         table.write()
         todo = [cell for cell in _run_order(grid) if cell.folder not in table.rows]
@@ -193,7 +193,7 @@ def _claimed(folder: Path) -> Iterator[None]:
     Raises:
         RunFolderError: it cannot be written, or another ablation holds it.
     """
-    with writing(folder):
+    with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock", timeout=0)
         try:

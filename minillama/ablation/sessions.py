@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from minillama.errors import RunFolderError
-from minillama.files import write_whole, writing
+from minillama.files import explain_write_errors, write_atomic
 
 _FILE = "sessions.json"
 
@@ -70,5 +70,5 @@ class RunningSession:
         """
         session = Session(time.perf_counter() - self._began, *self._known)
         entries = [asdict(each) for each in (*self._before, session)]
-        with writing(self._folder):
-            write_whole(self._folder / _FILE, json.dumps(entries, indent=2) + "\n")
+        with explain_write_errors(self._folder):
+            write_atomic(self._folder / _FILE, json.dumps(entries, indent=2) + "\n")

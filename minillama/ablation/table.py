@@ -12,7 +12,7 @@ from typing import Any
 from minillama.ablation.grid import Cell
 from minillama.ablation.pool import Ended
 from minillama.ablation.results import COLUMNS, read_run, row_of
-from minillama.files import write_whole, writing
+from minillama.files import explain_write_errors, write_atomic
 
 
 def is_finished(cell: Cell) -> bool:
@@ -48,8 +48,8 @@ class CellTable:
         writer.writeheader()
         rows = [self.rows[cell.folder] for cell in self._grid if cell.folder in self.rows]
         writer.writerows(rows)
-        with writing(self._folder):
-            write_whole(self._folder / "cells.csv", text.getvalue())
+        with explain_write_errors(self._folder):
+            write_atomic(self._folder / "cells.csv", text.getvalue())
 
     def _read(self, cell: Cell, crash: str | None) -> None:
         run = read_run(cell.folder, cell.arm, cell.lr, cell.seed, crash)

@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from minillama.errors import ConfigError, RunFolderError
+from minillama.errors import ConfigError, RunFolderError, missing_extra
 
 BENCHMARKS = ("norms", "step", "memory", "decode", "ablation")
 
@@ -35,10 +35,7 @@ def run(what: str, out_json: str | None = None, threads: int | None = None) -> s
     try:
         module = importlib.import_module(f"minillama.bench.{what}")
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the benchmark {what!r} needs {error.name}; install it with: "
-            "pip install 'minillama[bench]'"
-        ) from None
+        raise missing_extra(str(error.name), f"the benchmark {what!r}", "bench") from None
     result = module.bench([threads] if threads else sorted({1, os.cpu_count() or 1}))
     if out_json is not None:
         try:

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from minillama.formatting import text_table
+
 
 def alternate(
     contenders: Mapping[str, Callable[[], object]],
@@ -103,12 +105,6 @@ def load_average() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return each row as a line, with columns as wide as their widest entry."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
 def table(title: str, note: str, result: Mapping[str, Any], rows: Sequence[Sequence[str]]) -> str:
     """Lay out a benchmark's rows under a line about the machine."""
     machine = result["machine"]
@@ -117,6 +113,6 @@ def table(title: str, note: str, result: Mapping[str, Any], rows: Sequence[Seque
             f"{title}, {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}; "
             f"load {machine['load']} before, {machine['load_after']} after",
             note,
-            *aligned(rows),
+            text_table(rows),
         ]
     )

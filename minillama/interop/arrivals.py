@@ -13,7 +13,7 @@ from minillama.config.run import resolve
 from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError
-from minillama.files import writing
+from minillama.files import explain_write_errors
 from minillama.interop.architectures import Architecture
 from minillama.model.sizes import absurd_sizes
 from minillama.model.transformer import Transformer
@@ -35,7 +35,7 @@ def claim(out: Path) -> None:
         ConfigError: ``out`` is there and holds something.
         RunFolderError: its parent cannot be written.
     """
-    with writing(out):
+    with explain_write_errors(out):
         if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
             out.rmdir()
         if out.exists() or out.is_symlink():

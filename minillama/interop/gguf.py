@@ -20,7 +20,7 @@ from minillama.config import RunConfig
 from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import ConfigError
-from minillama.files import writing
+from minillama.files import explain_write_errors
 from minillama.interop.architectures import Architecture, architecture_of, weight_names
 from minillama.interop.arrivals import claim
 from minillama.interop.hf_tokenizer import SPECIAL_NAMES, byte_pieces, exportable_pieces
@@ -82,7 +82,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
         kind = _stored_as(array, dtype)
         writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
     claim(file)
-    with writing(file):
+    with explain_write_errors(file):
         unfinished = file.with_name(f".unfinished-{file.name}")
         try:
             writer.write_header_to_file(unfinished)

@@ -21,7 +21,7 @@ from minillama.checkpoint_folders import resolve_checkpoint
 from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError, TokenizerError
-from minillama.files import new_folder, writing
+from minillama.files import explain_write_errors, new_folder
 from minillama.interop import hf_config
 from minillama.interop.architectures import architecture_of, weight_names
 from minillama.interop.arrivals import claim, save_imported
@@ -88,7 +88,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
         **_tokenizer_files(tokenizer, folder, config.model.max_seq_len),
     }
     claim(Path(out))
-    with writing(Path(out)), new_folder(Path(out)) as new:
+    with explain_write_errors(Path(out)), new_folder(Path(out)) as new:
         for name, content in files.items():
             (new / name).write_text(
                 json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"

@@ -41,7 +41,7 @@ from minillama.config.loading import check
 from minillama.config.run import load_plugins_of
 from minillama.data.tokenizer import Tokenizer, load_tokenizer
 from minillama.errors import CheckpointError, ConfigError, MinillamaError
-from minillama.files import new_folder, writing
+from minillama.files import explain_write_errors, new_folder, sha256_of_file
 from minillama.model.sizes import absurd_sizes, misfits
 from minillama.model.transformer import Transformer, is_norm_parameter
 from minillama.training.device import pick_device
@@ -73,12 +73,12 @@ def save_checkpoint(
     Raises:
         RunFolderError: the disk is full, not writable or not there.
     """
-    with writing(Path(folder)), new_folder(Path(folder)) as new:
+    with explain_write_errors(Path(folder)), new_folder(Path(folder)) as new:
         (new / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         tokenizer.save(new / TOKENIZER)
         if trainer_state is not None:
             _torch_save(trainer_state, new / TRAINER_STATE)
-        sums = {file.name: hash_file(file) for file in new.iterdir()}
+        sums = {file.name: sha256_of_file(file) for file in new.iterdir()}
         sums |= {} if write_shards is None else write_shards(new)
         tensors = model.state_dict() if isinstance(model, Transformer) else model
         weights = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
@@ -95,12 +95,6 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def hash_file(file: Path) -> str:
-    """Return the SHA-256 of what is in ``file``."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _hash_text(text: str) -> str:
@@ -332,7 +326,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
 def _check_sum(file: Path, sums: Mapping[str, str]) -> None:
     if not file.is_file():
         raise CheckpointError(f"{file} is missing")
-    if file.name in sums and sums[file.name] != hash_file(file):
+    if file.name in sums and sums[file.name] != sha256_of_file(file):
         raise CheckpointError(f"{file} is damaged: its checksum does not match")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minillama.errors import ConfigError
-from minillama.files import write_whole
+from minillama.files import write_atomic
 
 Line = Mapping[str, Any]
 
@@ -139,7 +139,7 @@ def cut_metrics(path: Path, keep: Callable[[Line], bool]) -> None:
     """Rewrite a metrics.jsonl with only the lines that ``keep`` wants, all at once."""
     if path.exists():
         kept = [json.dumps(_writable(line)) + "\n" for line in read_metrics(path) if keep(line)]
-        write_whole(path, "".join(kept))
+        write_atomic(path, "".join(kept))
 
 
 def _tensorboard() -> Any:

@@ -52,8 +52,8 @@ from minillama.errors import (
     OtherRankError,
     RankLostError,
 )
+from minillama.files import sha256_of_file
 from minillama.model.transformer import LossSums, Transformer, is_norm_parameter
-from minillama.training.checkpoint import hash_file
 from minillama.training.interrupt import AgreedStop, StopSignal
 from minillama.training.ranks import Loss, Ranks
 
@@ -330,7 +330,7 @@ class _Fsdp(_Group):
             raise _cause(error) from error
         with self.together():
             files = target.glob(f"shard-{self.rank + 1:05d}-*")
-            own = {f"{OPTIMIZER}/{file.name}": hash_file(file) for file in files}
+            own = {f"{OPTIMIZER}/{file.name}": sha256_of_file(file) for file in files}
         sums: list[Any] = [None] * self.world_size
         dist.all_gather_object(sums, own)
         return {name: digest for part in sums for name, digest in part.items()}

@@ -16,19 +16,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from minillama import launch
 from minillama.checkpoint_folders import step_folders, step_of
 from minillama.config import RunConfig
 from minillama.config.run import to_yaml
 from minillama.errors import ConfigError, DivergedError, FieldError, RunFolderError
 from minillama.files import (
-    drop_folder,
-    drop_unfinished,
-    point_link,
-    write_whole,
-    writing,
+    explain_write_errors,
+    lock,
+    remove_folder,
+    remove_unfinished,
+    replace_link,
+    write_atomic,
 )
 from minillama.training.outcome import hash_config
 
@@ -105,29 +104,23 @@ class RunFolder:
             if place.exists() and not place.is_dir():
                 raise ConfigError(f"out_dir = {path}: {place} is a file; name a folder")
         folder = cls(path)
-        with writing(path):
+        with explain_write_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             # Without a name of its own, so that two that begin at once do not miss their file.
             with tempfile.TemporaryFile(dir=path) as trial:
                 trial.write(b"this folder can be written")
                 trial.flush()
                 os.fsync(trial.fileno())
-        lock = FileLock(path / ".lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise RunFolderError(
-                f"{path}: another run is writing into this folder; wait for it, "
-                "or choose another out_dir"
-            ) from None
-        try:
+        busy = (
+            f"{path}: another run is writing into this folder; wait for it, "
+            "or choose another out_dir"
+        )
+        with lock(path / ".lock", busy=busy, timeout=0):
             folder._refuse_to_mix(resume=resume, overwrite=overwrite)
-            with writing(path):
-                drop_unfinished(path)
-                drop_unfinished(folder.checkpoints)
+            with explain_write_errors(path):
+                remove_unfinished(path)
+                remove_unfinished(folder.checkpoints)
             yield folder
-        finally:
-            lock.release()
 
     def _refuse_to_mix(self, *, resume: bool, overwrite: bool) -> None:
         here = (self.config, self.metrics, self.summary)
@@ -148,7 +141,7 @@ class RunFolder:
             RunFolderError: the body met one.
         """
         try:
-            with writing(self.path):
+            with explain_write_errors(self.path):
                 yield
         except RunFolderError as error:
             newest = self.newest()
@@ -170,10 +163,10 @@ class RunFolder:
     def begin(self, config: RunConfig) -> None:
         """Write the config and make room for checkpoints; an older summary is true no longer."""
         if launch.by_torchrun():
-            write_whole(self._job, launch.job())
+            write_atomic(self._job, launch.job())
         self.summary.unlink(missing_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
-        write_whole(self.config, to_yaml(config))
+        write_atomic(self.config, to_yaml(config))
 
     def clear(self) -> None:
         """Remove what a run leaves, and nothing that is not ours."""
@@ -211,7 +204,7 @@ class RunFolder:
         kept = {best_step, *(step_of(folder) for folder in folders[-keep_last:])}
         for folder in folders:
             if step_of(folder) not in kept:
-                drop_folder(folder)
+                remove_folder(folder)
 
     def link(self, step: int, best_step: int | None) -> None:
         """Let ``last`` and ``best`` lead to the checkpoints of these steps."""
@@ -221,7 +214,7 @@ class RunFolder:
                 if link.is_symlink():
                     link.unlink()
             elif not (link.is_symlink() and link.resolve() == self._step_folder(target).resolve()):
-                point_link(link, self._step_folder(target))
+                replace_link(link, self._step_folder(target))
 
     def _step_folder(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
@@ -230,7 +223,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json at once."""
-        write_whole(self.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        write_atomic(self.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
     def read_summary(self) -> dict[str, Any] | None:
         """Return summary.json, or None where there is none that can be read."""

@@ -14,7 +14,7 @@ import torch
 
 from minillama.config.run import to_yaml
 from minillama.errors import RunFolderError
-from minillama.files import TEMPORARY
+from minillama.files import TEMPORARY_PREFIX
 from minillama.training.checkpoint import read_for_resume
 from minillama.training.run_folder import RunFolder
 from minillama.training.trainer import train
@@ -61,7 +61,7 @@ def assert_only_whole(config, steps):
     assert names == folders | ({"last"} if steps else set())
     for name in names:
         read_for_resume(checkpoints / name)
-    assert not list(Path(config.out_dir).rglob(f"{TEMPORARY}*"))
+    assert not list(Path(config.out_dir).rglob(f"{TEMPORARY_PREFIX}*"))
 
 
 def assert_goes_on_to_the_bit(config, whole):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from minillama.config.run import to_yaml
-from minillama.files import TEMPORARY
+from minillama.files import TEMPORARY_PREFIX
 from minillama.training.checkpoint import read_for_resume
 from minillama.training.loggers import read_metrics
 from minillama.training.trainer import train
@@ -145,7 +145,7 @@ def kill_and_go_on(tiny, tmp_path, nursery, n_kills, seed):
             if ended:
                 break
             kills += 1
-            in_saves += any(checkpoints.glob(f"{TEMPORARY}*"))
+            in_saves += any(checkpoints.glob(f"{TEMPORARY_PREFIX}*"))
             whole_ones = sorted(checkpoints.glob("step-*"))
             for folder in whole_ones:  # not the last alone: what has the name is whole
                 read_for_resume(folder)

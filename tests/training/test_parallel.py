@@ -78,13 +78,13 @@ if (attempt, rank) == ("0", "1"):
         return whole(self, step, *rows)
     Batches.batch_at = batch_at
 if (attempt, rank) == ("1", "1"):
-    whole, saves = parallel.hash_file, []
-    def hash_file(file):
+    whole, saves = parallel.sha256_of_file, []
+    def sha256_of_file(file):
         saves.append(file)
         if len(saves) == 2:  # its shard is written, and the main rank waits for it
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(file)
-    parallel.hash_file = hash_file
+    parallel.sha256_of_file = sha256_of_file
 """
 
 

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 
+from minillama.errors import ConfigError
 from minillama.files import cache_folder
 from minillama.model.kernels.reference import wide_dtype
 
@@ -124,7 +125,7 @@ def _built(source: Path, macro: str) -> ctypes.CDLL:
         folder = cache_folder() / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
         return _cached(folder / name, command)
-    except (OSError, RuntimeError):  # the folder cannot be written, or there is no home
+    except (OSError, ConfigError, RuntimeError):  # the folder cannot be written, or no home
         with tempfile.TemporaryDirectory(prefix="minillama-") as temporary:
             return _cached(Path(temporary) / name, command)
 
