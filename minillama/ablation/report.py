@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from minillama.ablation.analysis import ArmResult, analyse_arms, compare_arms
 from minillama.ablation.page import render
 from minillama.ablation.picture import write_picture
-from minillama.ablation.results import COLUMNS, Results, read_results, row_of
+from minillama.ablation.results import COLUMNS, Results, read_results, table_row
 from minillama.ablation.verdict import headline, number
 from minillama.files import explain_write_errors, write_atomic
 
@@ -107,7 +107,7 @@ def _latex(text: str) -> str:
 
 
 def _write_parquet(results: Results) -> None:
-    rows = [row_of(run, results.folder) for run in results.runs]
+    rows = [table_row(run, results.folder) for run in results.runs]
     schema = pa.schema([(column, _TYPES.get(column, pa.float64())) for column in COLUMNS])
     temporary = results.folder / ".unfinished-cells.parquet"
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)

@@ -11,7 +11,7 @@ import numpy as np
 
 from minillama.ablation.analysis import ArmResult, Comparison
 from minillama.ablation.drawing import ArmStyle
-from minillama.ablation.results import Results, Run, row_of
+from minillama.ablation.results import Results, Run, table_row
 from minillama.ablation.statistics import MIN_PAIRS_FOR_SIGN_FLIP
 from minillama.ablation.verdict import number, p_value
 
@@ -193,7 +193,7 @@ def run_table(results: Results, styles: Mapping[str, ArmStyle]) -> str:
     """One row for each run, the failed ones marked; folded away where there are many."""
     rows = []
     for run in results.runs:
-        row = row_of(run, results.folder)
+        row = table_row(run, results.folder)
         failed = ' class="failed"' if run.fate != "ok" else ""
         columns = [
             f"{run.lr:g}",
