@@ -19,7 +19,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from minillama.model.kernels.compiled import load_library
-from minillama.model.kernels.dispatch import is_plain, needs_gradient, threads_for
+from minillama.model.kernels.dispatch import (
+    differentiable_gradients,
+    is_plain,
+    needs_gradient,
+    threads_for,
+)
 from minillama.model.kernels.matmul import product, weight_gradient
 
 IGNORED = -100
@@ -116,14 +121,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_VD, targets_N, grad_x, grad_weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradient is to be differentiated
-            wanted = [x for x in (x_ND, weight_VD) if x.requires_grad]
-            objective = linear_cross_entropy_reference(x_ND, weight_VD, targets_N, ctx.options)[0]
-            found = iter(torch.autograd.grad(objective, wanted, grads[0], create_graph=True))
-            return (
-                *(next(found) if x.requires_grad else None for x in (x_ND, weight_VD)),
-                None,
-                None,
-            )
+
+            def plain(x_ND: Tensor, weight_VD: Tensor) -> Tensor:
+                return linear_cross_entropy_reference(x_ND, weight_VD, targets_N, ctx.options)[0]
+
+            return *differentiable_gradients(plain, [x_ND, weight_VD], grads[0]), None, None
         scale = grads[0]
         return (
             None if grad_x is None else grad_x * scale.to(grad_x.dtype),

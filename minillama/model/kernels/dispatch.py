@@ -59,8 +59,11 @@ def differentiable_gradients(
 
     None where an input needs no gradient.
     """
-    wanted = [x for x in inputs if x.requires_grad]
     # Of torch's kernels for attention only this one has a second derivative.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        found = iter(torch.autograd.grad(plain(*inputs), wanted, grad, create_graph=True))
+        # Where one input is computed from another (x from a tied weight), the inputs themselves
+        # would also collect what flows from one into the other.  Nothing is computed from an alias.
+        aliases = [x.view_as(x) for x in inputs]
+        wanted = [x for x in aliases if x.requires_grad]
+        found = iter(torch.autograd.grad(plain(*aliases), wanted, grad, create_graph=True))
     return [next(found) if x.requires_grad else None for x in inputs]
