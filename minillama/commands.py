@@ -18,8 +18,8 @@ from minillama.config import RunConfig
 from minillama.config.norms import NORM_KINDS
 from minillama.config.run import FilesSource
 from minillama.data.prepare import damaged_files, prepare
-from minillama.data.shards import Tokens, TokenShards
-from minillama.data.sources import open_documents
+from minillama.data.shards import Tokens
+from minillama.data.sources import read_documents
 from minillama.data.tokenizer import Tokenizer
 from minillama.errors import ConfigError, DivergedError, RunFolderError
 from minillama.evaluation import evaluate
@@ -77,7 +77,7 @@ def evaluate_text(
         tokens: Tokens = prepared.val
         n_bytes, what = prepared.meta.n_val_bytes, "the validation split"
     else:
-        documents = open_documents(FilesSource(kind="files", files=[text]))
+        documents = list(read_documents(FilesSource(kind="files", files=[text])))
         tokens = _encoded(documents, tokenizer)
         n_bytes = sum(len(document.encode()) for document in documents)
         what = text
@@ -179,10 +179,9 @@ def prepare_data(config: RunConfig, *, check: bool = False) -> str:
             path.unlink()
         prepared = prepare(config)
     meta = prepared.meta
-    lines = [f"{name}: {value}" for name, value in meta.model_dump().items()]
-    for name, split in (("train", prepared.train), ("val", prepared.val)):
-        if isinstance(split, TokenShards):
-            lines.append(f"n_{name}_shards: {len(split.files)}")
+    counts = meta.model_dump(exclude={"train", "val"})
+    counts |= {"n_train_shards": len(meta.train), "n_val_shards": len(meta.val)}
+    lines = [f"{name}: {value}" for name, value in counts.items()]
     return "\n".join([f"folder: {prepared.folder}", *lines])
 
 

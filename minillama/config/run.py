@@ -170,22 +170,14 @@ class DataConfig(Section):
     )
     shard_tokens: Annotated[int, NotBool, Field(ge=1000)] | None = Field(
         None,
-        description="tokens in a file of prepared data, about, for a source that memory does not "
-        "hold: it is read as a stream, and each document drawn into a split by split_seed; "
-        "default: one file for each split, of documents that are shuffled first",
+        description="tokens in a file of prepared data, about; preparation that was stopped "
+        "resumes after the files that are finished; default: 100 million",
     )
     workers: Annotated[int, NotBool, Field(ge=0, le=256)] = Field(
         0,
-        description="processes that prepare shards; 0: this one alone; the result is the same",
+        description="processes that prepare the data; 0: this one alone; the result is the same",
         json_schema_extra=NO_EFFECT,
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> DataConfig:
-        if self.workers and self.shard_tokens is None:
-            rule = "only shards are prepared by several processes; set data.shard_tokens"
-            refuse([FieldError("workers", self.workers, rule)])
-        return self
 
 
 # ------------------------------------------------------------------------------------- training
