@@ -25,7 +25,7 @@ from minillama.errors import ConfigError, DivergedError, RunFolderError
 from minillama.evaluation import evaluate
 from minillama.formatting import finite_json, text_table
 from minillama.model.convert import layernorm_to_rmsnorm
-from minillama.model.norms import NORMS
+from minillama.model.norms import NORM_BUILDERS
 from minillama.model.placement import PLACEMENTS
 from minillama.plugins import load_plugins
 from minillama.registry import unknown_name
@@ -189,7 +189,7 @@ def explain_norms(name: str | None, plugins: list[str]) -> str:
     """List every norm kind and placement with formula and source, or explain the one named."""
     load_plugins(plugins)
     if name is None:
-        kinds = [(kind, NORMS.get(kind).formula, NORMS.get(kind).source) for kind in NORMS]
+        kinds = [(k, NORM_KINDS.get(k).formula, NORM_KINDS.get(k).source) for k in NORM_KINDS]
         rows = [
             (row, PLACEMENTS.get(row).formula, PLACEMENTS.get(row).source) for row in PLACEMENTS
         ]
@@ -201,11 +201,11 @@ def explain_norms(name: str | None, plugins: list[str]) -> str:
                 "minillama norms NAME explains one",
             )
         )
-    if name in NORMS:
-        spec = NORMS.get(name)
+    if name in NORM_KINDS:
+        spec, build = NORM_KINDS.get(name), NORM_BUILDERS.get(name)
         parts = [f"{name}: {spec.formula}    ({spec.source})"]
-        parts += [inspect.cleandoc(spec.build.__doc__)] if spec.build.__doc__ else []
-        fields = NORM_KINDS.get(name).model_fields
+        parts += [inspect.cleandoc(build.__doc__)] if build.__doc__ else []
+        fields = spec.options.model_fields
         options = [
             f"  {field}: default {info.get_default()!r}"
             + (f"; {info.description}" if info.description else "")
@@ -217,4 +217,4 @@ def explain_norms(name: str | None, plugins: list[str]) -> str:
         row = PLACEMENTS.get(name)
         final = "a norm before the head" if row.final_norm else "no norm before the head"
         return f"{name}: x ← {row.formula}    ({row.source})\n{final}"
-    raise ConfigError(unknown_name("norm kind or placement", name, [*NORMS, *PLACEMENTS]))
+    raise ConfigError(unknown_name("norm kind or placement", name, [*NORM_KINDS, *PLACEMENTS]))

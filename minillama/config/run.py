@@ -55,6 +55,7 @@ from minillama.config.loading import (
     text_fields,
 )
 from minillama.config.model import ModelConfig
+from minillama.config.norms import NormConfig
 from minillama.config.shipped import find_config
 from minillama.errors import FieldError
 from minillama.plugins import load_plugins
@@ -346,7 +347,7 @@ OWNED_BY_KIND = {
     "data.source": Owned(None, "pydocs"),
     "model.rope_scaling": Owned(None),
     "tokenizer": Owned(("vocab_size", "path"), "bpe"),
-    "model.norm": Owned(("options",), "rmsnorm"),
+    "model.norm": Owned(("options",), NormConfig.model_fields["kind"].default),
 }
 """The settings that an override of a section's ``kind`` drops."""
 
@@ -429,6 +430,12 @@ def deciding_fields(config: RunConfig) -> dict[str, Any]:
     """Return the values of all fields that decide the numbers of a run, by dotted name."""
     flat = flatten(config.model_dump(mode="json"))
     return {path: value for path, value in flat.items() if path not in with_mark(NO_EFFECT)}
+
+
+def token_fields(config: RunConfig) -> dict[str, Any]:
+    """Return the values of the data fields that decide the prepared tokens, beside the source."""
+    unmarked = [n for n, f in DataConfig.model_fields.items() if not f.json_schema_extra]
+    return config.data.model_dump(mode="json", include=set(unmarked) - {"source"})
 
 
 def to_yaml(config: Section) -> str:
