@@ -17,14 +17,6 @@ import minillama
 from minillama import launch
 from minillama.config import RunConfig
 from minillama.config.run import deciding_fields
-<<<<<<< HEAD:minillama/training/outcome.py
-from minillama.training.spikes import COLLAPSE_MARGIN, SPIKE_WINDOW, is_spike
-
-Fate = Literal["ok", "diverged", "collapsed"]
-
-RECENT = 10
-"""How many logged training losses the summary's ``train_loss`` is the mean of."""
-=======
 from minillama.plugins import plugin_source_hash
 from minillama.training.stability import COLLAPSE_MARGIN, SPIKE_WINDOW, is_spike
 
@@ -32,7 +24,6 @@ Fate = Literal["ok", "diverged", "collapsed"]
 
 RECENT_LOSSES = 10
 """The summary's ``train_loss`` is the mean of this many logged training losses."""
->>>>>>> main:minillama/training/summary.py
 
 
 def fate(final_loss: float, init_loss: float, unigram_entropy: float) -> Fate:
