@@ -31,12 +31,13 @@ LAYERS = [
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 IMPORTS_IN_FUNCTIONS = {
+    "bench/__init__.py",
     "cli.py",
     "data/files.py",
     "data/sources.py",
     "training/assemble.py",
-    "training/join.py",
-    "training/ranks.py",
+    "training/checkpoint.py",
+    "training/parallel.py",
 }
 """A command loads what it needs; a run of one process, nothing of torch.distributed's engines; a
 config is assembled without torch unless it begins from a checkpoint; prepared data is used without

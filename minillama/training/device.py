@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
 
 import torch
@@ -24,11 +25,27 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"device {name!r} is unknown; use auto, cpu, mps or cuda") from None
-    here = {"cpu": True, "cuda": (device.index or 0) < n_gpus}
-    here["mps"] = torch.backends.mps.is_available()
-    if not here.get(device.type, False):
-        raise ConfigError(f"device {name} is not there ({n_gpus} CUDA devices); use auto or cpu")
+    available = {"cpu": True, "cuda": (device.index or 0) < n_gpus}
+    available["mps"] = torch.backends.mps.is_available()
+    if not available.get(device.type, False):
+        raise ConfigError(
+            f"device {name} does not exist here ({n_gpus} CUDA devices); use auto or cpu"
+        )
     return device
+
+
+def check_compile(device: torch.device) -> None:
+    """Check that torch.compile has the C++ compiler that it needs on a CPU.
+
+    Raises:
+        ConfigError: it has none; torch itself would say so in forty lines, at the first step.
+    """
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"train.compile = true needs a C++ compiler on a CPU and {compiler} was not found; "
+            "install one (for example g++), name another in CXX, or set train.compile=false"
+        )
 
 
 def describe_device(device: torch.device) -> str:
