@@ -37,7 +37,7 @@ IMPORTS_IN_FUNCTIONS = {
     "data/sources.py",
     "training/assemble.py",
     "training/checkpoint.py",
-    "training/parallel.py",
+    "training/trainer.py",
 }
 """A command loads what it needs; a run of one process, nothing of torch.distributed's engines; a
 config is assembled without torch unless it begins from a checkpoint; prepared data is used without
