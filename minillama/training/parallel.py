@@ -298,7 +298,7 @@ class DdpModel(LocalModel):
         self.loss_sums = torch.compile(self._ddp) if train.compile else self._ddp
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Return the context of a backward pass: gradients are summed over ranks in the last."""
+        """Sum gradients over the ranks only after the last micro-batch."""
         return nullcontext() if last else self._ddp.no_sync()
 
 

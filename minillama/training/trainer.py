@@ -249,7 +249,7 @@ class Trainer:
         if checkpoint is not None:  # before the model is sharded
             check_content(checkpoint.state, content_hashes(config, prepared), folder.path)
             load_weights(model, checkpoint.weights, checkpoint.folder)
-        self.parallel = _parallelize(model, self.device, config.train)
+        self.parallel = parallelize(model, self.device, config.train)
         self.parameters = list(model.parameters())
         self.optimizer = build_optimizer(model, config.optim)
         # Scales the loss in float16, whose gradients would be rounded to zero.
@@ -640,7 +640,7 @@ def _status(line: Line, val_loss: float | None) -> str:
     return f"loss {line['loss']:.3f}{val} lr {line['lr']:.1e} {line['tokens_per_s']:,.0f} tokens/s"
 
 
-def _parallelize(model: Transformer, device: torch.device, train: TrainConfig) -> LocalModel:
+def parallelize(model: Transformer, device: torch.device, train: TrainConfig) -> LocalModel:
     """Prepare ``model`` for training as ``train.parallel`` says.
 
     Its parameters may be other objects afterwards, with the same names, shapes and order.

@@ -83,6 +83,26 @@ def test_other_programs_can_read_the_files(saved):
     torch.load(folder / TRAINER_STATE, weights_only=True)
 
 
+@pytest.mark.parametrize("default", ["meta", torch.float64, torch.bfloat16])
+def test_torchs_default_device_and_dtype_change_no_loaded_model(tiny, tmp_path, default):
+    config = tiny()
+    model = Transformer(config.model)
+    save_checkpoint(tmp_path / "step-000001", model, ByteTokenizer(), config)
+    tokens = torch.arange(6)[None]
+    expected = model(tokens)
+    try:
+        if default == "meta":
+            torch.set_default_device(default)
+        else:
+            torch.set_default_dtype(default)
+        loaded = load_checkpoint(tmp_path / "step-000001")[0]
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert {w.dtype for w in loaded.parameters()} == {torch.float32}
+    assert torch.equal(loaded(tokens), expected)
+
+
 def test_a_tokenizer_that_moved_since_the_run_is_not_needed(tiny, tmp_path, bpe):
     bpe.save(tmp_path / "mine.model")
     path = str(tmp_path / "mine.model")
@@ -163,7 +183,7 @@ def flip_bits_of(saved, n_flips):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS, TOKENIZER, TRAINER_STATE])
-def test_a_file_cut_anywhere_is_refused_by_name_and_the_newest_sound_one_offered(saved, name):
+def test_a_truncated_file_is_refused_and_a_sound_checkpoint_offered(saved, name):
     folder, _, _ = saved
     for step in (1, 2):
         shutil.copytree(folder, folder.with_name(f"step-{step:06d}"))
@@ -274,7 +294,7 @@ def test_a_folder_that_is_there_or_has_no_parent_is_refused(saved, tmp_path, bpe
         save_checkpoint(tmp_path / "no" / "step-000001", model, bpe, config)
 
 
-def test_the_hash_of_tensors_sees_names_shapes_types_and_bytes_but_no_order():
+def test_the_hash_of_tensors_covers_all_but_their_order():
     a, b = torch.arange(6.0), torch.ones(2)
     whole = hash_tensors({"a": a, "b": b})
     assert whole == hash_tensors({"b": b, "a": a})
