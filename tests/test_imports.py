@@ -36,8 +36,8 @@ IMPORTS_IN_FUNCTIONS = {
     "data/files.py",
     "data/sources.py",
     "training/assemble.py",
-    "training/join.py",
-    "training/ranks.py",
+    "training/checkpoint.py",
+    "training/parallel.py",
 }
 """A command loads what it needs; a run of one process, nothing of torch.distributed's engines; a
 config is assembled without torch unless it begins from a checkpoint; prepared data is used without

@@ -12,7 +12,7 @@ import numpy as np
 from minillama.ablation.grid import Cell
 from minillama.ablation.pool import Ended, Pool
 from minillama.errors import MinillamaError
-from minillama.training.loggers import read_metrics
+from minillama.training.metrics import read_metrics
 
 TIMED_STEPS = 6
 

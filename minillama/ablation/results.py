@@ -26,7 +26,7 @@ from minillama.ablation.sessions import Session, read_sessions
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import read_yaml
 from minillama.errors import ConfigError, RunFolderError
-from minillama.training.loggers import read_metrics
+from minillama.training.metrics import read_metrics
 
 Floats = NDArray[np.float64]
 

@@ -19,7 +19,7 @@ from minillama.training.checkpoint import (
     WEIGHTS,
     hash_tensors,
     load_checkpoint,
-    read_for_resume,
+    read_checkpoint,
     resolve_checkpoint,
     save_checkpoint,
     step_folders,
@@ -69,7 +69,7 @@ def test_a_bpe_tokenizer_and_the_trainers_state_come_along(saved, bpe):
     assert names_in(folder) == [CONFIG, WEIGHTS, TOKENIZER, TRAINER_STATE]
     _, tokenizer, _ = load_checkpoint(folder)
     assert tokenizer.sha256 == bpe.sha256
-    resumed = read_for_resume(folder)
+    resumed = read_checkpoint(folder, for_resume=True)
     assert resumed.config == config
     assert resumed.state["progress"] == STATE["progress"]
     assert torch.equal(resumed.state["optimizer"][0]["step"], torch.tensor(3.0))
@@ -122,7 +122,7 @@ def test_a_damaged_file_is_refused_by_name_and_a_sound_checkpoint_offered(saved,
     shutil.copytree(folder, folder.with_name("step-000001"))
     pattern = rf"step-000003/{name} is .*sound checkpoint beside it is .*{sound.name}$"
     with pytest.raises(CheckpointError, match=pattern):
-        read_for_resume(folder)
+        read_checkpoint(folder, for_resume=True)
     if name != TRAINER_STATE:
         with pytest.raises(CheckpointError, match=pattern):
             load_checkpoint(folder)
@@ -149,7 +149,7 @@ def flip_bits_of(saved, n_flips):
             data[draw.randrange(limit)] ^= 1 << draw.randrange(8)
             (folder / name).write_bytes(data)
             try:
-                resumed = read_for_resume(folder)
+                resumed = read_checkpoint(folder, for_resume=True)
             except CheckpointError as error:
                 outcomes.append(str(error))
             else:
@@ -172,7 +172,7 @@ def test_a_file_cut_anywhere_is_refused_by_name_and_the_newest_sound_one_offered
     for _ in range(100):
         (folder / name).write_bytes(sound[: draw.randrange(len(sound))])
         with pytest.raises(CheckpointError, match=rf"step-000003/{name} is .*step-000001$"):
-            read_for_resume(folder)
+            read_checkpoint(folder, for_resume=True)
 
 
 def test_without_another_checkpoint_none_is_offered(saved):
@@ -193,7 +193,7 @@ def test_weights_of_another_shape_are_refused_by_name(saved):
     for part in (
         "blocks.0.mlp.up_proj.weight is (3, 32), the model needs (96, 32)",
         "final_norm.weight is missing",
-        "stray has no place in the model",
+        "stray is not in the model",
     ):
         assert part in str(caught.value)
 
@@ -213,7 +213,7 @@ def test_nothing_is_unpickled_that_is_not_data(saved):
     save_file(dict(model.state_dict()), folder / WEIGHTS)  # without checksums
     torch.save({"progress": os.system}, folder / TRAINER_STATE)
     with pytest.raises(CheckpointError, match=r"trainer_state\.pt is damaged"):
-        read_for_resume(folder)
+        read_checkpoint(folder, for_resume=True)
 
 
 def test_a_transformers_folder_is_told_apart(saved):
@@ -268,7 +268,7 @@ def test_trainer_state_that_outgrows_the_disk_is_the_same_line(saved, tmp_path, 
 
 def test_a_folder_that_is_there_or_has_no_parent_is_refused(saved, tmp_path, bpe):
     folder, model, config = saved
-    with pytest.raises(RunFolderError, match="is there already"):
+    with pytest.raises(RunFolderError, match="already exists"):
         save_checkpoint(folder, model, bpe, config)
     with pytest.raises(RunFolderError, match="No such file"):
         save_checkpoint(tmp_path / "no" / "step-000001", model, bpe, config)
