@@ -163,7 +163,7 @@ def flip_bits_of(saved, n_flips):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS, TOKENIZER, TRAINER_STATE])
-def test_a_file_cut_anywhere_is_refused_by_name_and_the_newest_sound_one_offered(saved, name):
+def test_a_truncated_file_is_refused_and_a_sound_checkpoint_offered(saved, name):
     folder, _, _ = saved
     for step in (1, 2):
         shutil.copytree(folder, folder.with_name(f"step-{step:06d}"))
@@ -274,7 +274,7 @@ def test_a_folder_that_is_there_or_has_no_parent_is_refused(saved, tmp_path, bpe
         save_checkpoint(tmp_path / "no" / "step-000001", model, bpe, config)
 
 
-def test_the_hash_of_tensors_sees_names_shapes_types_and_bytes_but_no_order():
+def test_the_hash_of_tensors_covers_all_but_their_order():
     a, b = torch.arange(6.0), torch.ones(2)
     whole = hash_tensors({"a": a, "b": b})
     assert whole == hash_tensors({"b": b, "a": a})

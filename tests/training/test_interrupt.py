@@ -60,7 +60,7 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGINT, before)
 
 
-def test_several_processes_stop_where_they_agree_and_a_second_signal_changes_nothing():
+def test_ranks_stop_together_and_ignore_a_second_signal():
     heard = []
     with SyncedStopSignal(lambda flag: heard.append(flag) or flag) as stop:
         stop.sync()

@@ -105,7 +105,7 @@ def test_tensorboard_gets_every_number_by_its_path(tmp_path):
     assert "val_bits_per_byte" not in scalars
 
 
-def test_a_resumed_run_hides_what_was_logged_after_the_step_it_goes_on_from(tmp_path):
+def test_tensorboard_hides_what_was_logged_after_the_resumed_step(tmp_path):
     pytest.importorskip("tensorboard")
     for step, value in ((0, 1.0), (1, 3.0)):
         built = build_loggers(["tensorboard"], tmp_path, step)

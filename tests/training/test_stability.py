@@ -37,7 +37,7 @@ def test_what_becomes_of_an_update(tiny, rule, dtype, loss, norm, in_a_row, expe
     assert decide_update(tiny(**fields).train, loss, norm, in_a_row) == expected
 
 
-def test_progress_counts_skips_in_all_and_in_a_row_and_keeps_a_bounded_window():
+def test_progress_counts_skips_and_keeps_a_bounded_window():
     progress = Progress()
     for loss in [3.0, 3.1] * 100:
         assert not progress.count_step(loss, 64, skipped=False)

@@ -61,7 +61,7 @@ def test_a_summary_is_valid_json_whatever_happened(tiny):
     assert [summary[key] for key in ("train_loss", "val_loss", "init_val_loss")] == [None] * 3
 
 
-def test_the_hash_of_a_config_tells_runs_apart_by_what_decides_their_numbers(tiny):
+def test_the_hash_of_a_config_covers_what_decides_the_numbers(tiny):
     same = tiny(out="elsewhere", name="other", loggers=["tensorboard"])
     assert hash_config(tiny()) == hash_config(same)
     assert hash_config(tiny()) != hash_config(tiny(**{"train.seed": 1}))

@@ -306,9 +306,7 @@ def test_a_signal_during_validation_does_not_wait_for_it(tiny, monkeypatch):
     assert result_of(parts, run(parts, resume=True)) == expected
 
 
-def test_a_killed_run_loses_what_came_after_its_last_checkpoint_and_makes_it_again(
-    tiny, before_step
-):
+def test_a_killed_run_repeats_what_came_after_its_last_checkpoint(tiny, before_step):
     whole, parts = (tiny(out=out, **BUSY) for out in ("whole", "parts"))
     expected = result_of(whole, run(whole))
 
