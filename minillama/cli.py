@@ -63,7 +63,7 @@ def _plan(options: Namespace) -> str:
 
 def _ablate(options: Namespace) -> str:
     config = load_ablation(options.config, options.overrides)
-    from minillama.ablation.runner import dry_run, run
+    from minillama.ablation.runner import check_crashes, dry_run, run
 
     if options.dry_run:
         return dry_run(config)
@@ -75,7 +75,10 @@ def _ablate(options: Namespace) -> str:
         folder = run_on_ray(config, progress=not options.quiet)
     else:
         folder = run(config, progress=not options.quiet)
-    return f"report: {write_report(folder)}"
+    page = write_report(folder)
+    print(f"report: {page}", flush=True)
+    check_crashes(folder)
+    return ""
 
 
 def _report(options: Namespace) -> str:
@@ -244,7 +247,7 @@ COMMANDS = {
         ),
     ),
     "report": Command(
-        "write the report of an ablation, finished or not, or of one run",
+        "write the report of an ablation, also while it is running, or of one run",
         "minillama report runs/quick",
         _report,
         (_argument("folder", metavar="DIR", help="the folder of an ablation or of a run"),),

@@ -10,6 +10,7 @@
     ├── RunFolderError                  1    the run folder cannot be written
     ├── RankLostError                   1    a process that trains with this one is gone
     ├── OtherRankError                  1    a process that trains with this one raised; or as that
+    ├── CellsCrashedError               4    cells of an ablation crashed; the others are done
     ├── DivergedError                   3    loss or gradient is no longer finite
     └── InterruptedRunError             130  stopped by Ctrl-C or SIGTERM, after a clean save
 
@@ -112,6 +113,12 @@ class OtherRankError(MinillamaError):
     def __init__(self, message: str, exit_status: int = 1) -> None:
         super().__init__(message)
         self.exit_status = exit_status  # type: ignore[misc]  # the one class where it varies
+
+
+class CellsCrashedError(MinillamaError):
+    """Cells of an ablation crashed; all others have ended, and the report exists if any has."""
+
+    exit_status = 4
 
 
 class DivergedError(MinillamaError):

@@ -114,6 +114,28 @@ def _cpu_quotas(root: Path) -> list[float]:
     return quotas
 
 
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of this package in a new Python process.
+
+    Unlike ``python -m``, it does not put the current folder first on ``sys.path``, where a file of
+    the user could shadow a module of the standard library.  This package is found wherever this
+    process found it.
+    """
+    root = str(Path(__file__).resolve().parents[1])
+    return [sys.executable, "-P", "-c", _RUN_MODULE, root, module, *arguments]
+
+
+_RUN_MODULE = """\
+import runpy, sys, sysconfig
+_, root, module, *arguments = sys.argv
+installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+before = [i for i, path in enumerate(sys.path) if path in installed]
+sys.path.insert(min(before, default=len(sys.path)), root)
+sys.argv = [module, *arguments]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
 class SafeStream:
     """A text stream whose output is lost where it cannot be written, such as to a full disk.
 

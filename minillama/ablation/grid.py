@@ -1,13 +1,14 @@
-"""From an ablation's config to its cells: arms × axes × learning rates × seeds, each a RunConfig.
+"""Expands an ablation's config into its cells: arms × axes × learning rates × seeds.
 
-base ──overrides──▶ ──an arm's──▶ ──a value of each axis──▶ ──lr, seed, folder──▶ Cell
+base ──overrides──▶ ──the arm's──▶ ──one value of each axis──▶ ──lr, seed, folder──▶ Cell
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,16 @@ SET_BY_GRID = {
     "name": "the grid",
     "out_dir": "the grid",
 }
-"""Fields of a run that an arm may not set, and what sets them."""
+"""Fields of a run that an arm may not set, and what sets them instead."""
+
+_LONGEST_FOLDER_NAME = 100
 
 
 @dataclass(frozen=True)
 class Arm:
     """One arm, or one arm at one value of each axis.
 
-    ``baseline`` names the arm it is compared with: the baseline at the same values of the axes.
+    ``baseline`` is the name of the arm it is compared with: the baseline at the same axis values.
     """
 
     name: str
@@ -43,7 +46,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the grid; ``config`` is checked, resolved and knows its folder."""
+    """One run of the grid; ``config`` is complete and contains the run folder."""
 
     arm: str
     lr: float
@@ -57,22 +60,46 @@ class Cell:
 
     @property
     def steps(self) -> int:
-        """Updates that the run makes."""
+        """Number of optimizer steps of the run."""
         return self.config.train.steps
 
     @property
     def tokens(self) -> int:
-        """Tokens that the run trains on."""
+        """Number of tokens that the run trains on."""
         return self.steps * self.config.train.batch_size * self.config.data.seq_len
 
 
-def cell_path(arm: str, lr: float, seed: int) -> Path:
-    """Return a cell's folder, seen from its ablation's."""
-    return Path("cells") / arm / f"lr-{lr:g}" / f"seed-{seed}"
+def cell_folders(
+    arms: Sequence[str], lrs: Sequence[float], seeds: Sequence[int]
+) -> dict[tuple[str, float, int], Path]:
+    """Return the folder of each (arm, lr, seed), relative to the ablation's, in that order."""
+    return {
+        (arm, lr, seed): Path("cells") / folder / f"lr-{lr:g}" / f"seed-{seed}"
+        for arm, folder in _arm_folders(arms).items()
+        for lr in lrs
+        for seed in seeds
+    }
+
+
+def _arm_folders(arms: Sequence[str]) -> dict[str, str]:
+    """Return a folder name for each arm: its own name if it is short, safe and unique.
+
+    Otherwise the start of the name and a hash of it.  Names that differ only in case are not unique
+    on every file system.
+    """
+    folders: dict[str, str] = {}
+    used: set[str] = set()
+    for arm in arms:
+        folder = re.sub(r"[^A-Za-z0-9._=+-]+", "-", arm)[:_LONGEST_FOLDER_NAME].rstrip(".")
+        if folder != arm or folder.lower() in used:
+            folder = f"{folder[:60]}-{hashlib.sha256(arm.encode()).hexdigest()[:12]}"
+        used.add(folder.lower())
+        folders[arm] = folder
+    return folders
 
 
 def arms(config: AblationConfig) -> list[Arm]:
-    """Return every arm at every combination of the axes, in the order of the config."""
+    """Return every arm at every combination of axis values, in the order of the config."""
     leaves = [name.rpartition(".")[2] for name in config.axes]
     shorts = [
         leaf if leaves.count(leaf) == 1 else name
@@ -94,56 +121,61 @@ def cells(config: AblationConfig) -> list[Cell]:
     """Return every cell of the grid in the order arm, learning rate, seed.
 
     Raises:
-        ConfigError: with every fault of every arm, each under ``arms.NAME: ``; what is wrong with
-            the base itself is named once, under ``base: ``.
+        ConfigError: lists every error of every arm, each under ``arms.NAME: ``; errors of the base
+            itself are listed once, under ``base: ``.
     """
     base = read_yaml(config.base) if isinstance(config.base, str) else config.base
     base = override(without_derived(base), flatten(config.overrides), OWNED_BY_KIND)
     base = override(base, {"optim.lr": config.lr[0], "train.seed": config.seeds[0]}, {})
     base.pop("out_dir", None)
-    base_faults = _checked(base, "base")[1]
-    faults: dict[str, FieldError] = {}
+    base_errors = _checked(base, "base")[1]
+    errors: dict[str, FieldError] = {}
     out: list[Cell] = []
-    names = [arm.name for arm in arms(config)]
+    grid_arms = arms(config)
+    names = [arm.name for arm in grid_arms]
     root = Path(config.out_dir)
-    for arm in arms(config):
+    folders = cell_folders(names, config.lr, config.seeds)
+    for arm in grid_arms:
         run, found = None, _forbidden(arm)
         if names.count(arm.name) > 1:
             found.append(FieldError("", None, "two values of an axis give this arm the same name"))
         try:
             run, more = _checked(override(base, arm.overrides, OWNED_BY_KIND), f"arms.{arm.name}")
             found += more
-        except ConfigError as error:  # an override that leads nowhere
+        except ConfigError as error:  # an override that does not fit the config's structure
             found.append(FieldError("", None, str(error)))
-        for fault in found:
-            where = "base" if fault in base_faults else f"arms.{arm.name}"
-            fault = (
-                FieldError(f"{where}: {fault.path}", fault.value, fault.rule)
-                if fault.path
-                else FieldError("", None, f"{where}: {fault.rule.removeprefix(where + ': ')}")
+        for found_error in found:
+            where = "base" if found_error in base_errors else f"arms.{arm.name}"
+            path, value, rule = found_error.path, found_error.value, found_error.rule
+            named = (
+                FieldError(f"{where}: {path}", value, rule)
+                if path
+                else FieldError("", None, f"{where}: {rule.removeprefix(where + ': ')}")
             )
-            faults.setdefault(str(fault), fault)
+            errors.setdefault(str(named), named)
         if run is not None:
-            out += _cells_of(arm.name, run, config, root)
-    if faults:
-        raise ConfigError.of(f"ablation {config.name}", list(faults.values()))
+            for (name, lr, seed), folder in folders.items():
+                if name == arm.name:
+                    out.append(_cell(name, lr, seed, run, config, root / folder))
+    if errors:
+        raise ConfigError.of(f"ablation {config.name}", list(errors.values()))
     return out
 
 
-def _cells_of(arm: str, run: RunConfig, config: AblationConfig, root: Path) -> Iterator[Cell]:
+def _cell(
+    arm: str, lr: float, seed: int, run: RunConfig, config: AblationConfig, folder: Path
+) -> Cell:
     on_nonfinite = "stop" if config.runner.stop_hopeless else "run_on"
-    if run.train.on_nonfinite == "skip":  # then no single value makes a cell hopeless
+    if run.train.on_nonfinite == "skip":  # one non-finite value does not decide the cell's fate
         on_nonfinite = "skip"
-    for lr, seed in itertools.product(config.lr, config.seeds):
-        cell = run.model_copy(
-            update={
-                "name": f"{arm}-lr-{lr:g}-seed-{seed}",
-                "out_dir": str(root / cell_path(arm, lr, seed)),
-                "optim": run.optim.model_copy(update={"lr": lr}),
-                "train": run.train.model_copy(update={"seed": seed, "on_nonfinite": on_nonfinite}),
-            }
-        )
-        yield Cell(arm, lr, seed, cell)
+    train = {"seed": seed, "on_nonfinite": on_nonfinite}
+    update = {
+        "name": "-".join(folder.parts[-3:]),
+        "out_dir": str(folder),
+        "optim": run.optim.model_copy(update={"lr": lr}),
+        "train": run.train.model_copy(update=train),
+    }
+    return Cell(arm, lr, seed, run.model_copy(update=update))
 
 
 def _checked(raw: Mapping[str, Any], where: str) -> tuple[RunConfig | None, list[FieldError]]:

@@ -1,19 +1,18 @@
-"""Runs an ablation on a Ray cluster: a cell is a task, and its run folder comes back as files.
+"""Runs an ablation on a Ray cluster: each cell is a task whose run folder is sent back.
 
     driver ──a Cell──▶ task on some node ──▶ worker process ──▶ a temporary run folder
        ▲                                                                    │
        └────────── config.yaml, metrics.jsonl, summary.json, log.txt ◀──────┘
 
-A task takes ``runner.threads`` cores, and a GPU or a share of one; Ray finds the node.  If the node
-is lost, the cell starts anew on another.  Nodes share no folder with the driver.  So:
+A task takes ``runner.threads`` cores, and a GPU or a share of one; Ray chooses the node.  If the
+node is lost, the cell restarts on another one.  Nodes share no folder with the driver, so:
 
-- minillama is installed on every node, in the same version;
-- each node makes its tokens itself, in its own cache: what the config names by path (text files,
-  plugins, a tokenizer, init_from) must be there, under that path, on every node;
-- checkpoints stay behind and are deleted with the temporary folder; a cell that is stopped half
-  way starts anew at the next call.
+- the same version of minillama must be installed on every node;
+- each node prepares the tokens in its own cache: text files, plugins, a tokenizer and init_from
+  must exist on every node under the path that the config gives;
+- checkpoints are not sent back: a cell that is stopped starts from step 0 in the next call.
 
-The one module that imports ray.
+The only module that imports ray.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ from minillama.config.run import to_yaml
 from minillama.errors import ConfigError, RunFolderError
 from minillama.files import explain_write_errors, write_atomic
 
-STAYS = ("checkpoints", ".lock")
-"""What of a run folder does not come back."""
-
-_POLL = 0.3  # seconds between looks at the wish to stop, and at the size of the cluster
+_NOT_SENT = ("checkpoints", ".lock")
+_POLL_SECONDS = 0.3  # how often the stop signal and the size of the cluster are checked
 
 Answer = tuple[str, str, dict[str, bytes]]
 """A cell's outcome, its error, and the files of its folder."""
@@ -54,8 +51,8 @@ def run(config: AblationConfig, *, progress: bool = True) -> Path:
     """Run every cell that is not finished on the cluster at ``runner.address``.
 
     Raises:
-        ConfigError: there is no cluster, or no node of it is large enough for a cell; and as
-            :func:`minillama.ablation.runner.run`, like all others.
+        ConfigError: there is no cluster, or none of its nodes is large enough for a cell.
+        MinillamaError: as :func:`minillama.ablation.runner.run`.
     """
     with _connected(config.runner.address):
 
@@ -67,7 +64,7 @@ def run(config: AblationConfig, *, progress: bool = True) -> Path:
 
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
-    """Be a driver of the cluster, unless the process is one already."""
+    """Connect to the cluster, unless the process is connected already."""
     if ray.is_initialized():
         yield
         return
@@ -76,7 +73,7 @@ def _connected(address: str) -> Iterator[None]:
     except (ConnectionError, ValueError, RayError) as error:
         raise ConfigError(
             f"runner.address = {address!r}: no Ray cluster answers ({str(error).splitlines()[0]}); "
-            "start one by `ray start --head`, or let runner.address=local start one here"
+            "start one with `ray start --head`, or set runner.address=local to start one here"
         ) from None
     try:
         yield
@@ -88,7 +85,7 @@ def _connected(address: str) -> Iterator[None]:
 
 
 def train_cell(cell: Cell, threads: int) -> Answer:
-    """Train ``cell`` in a worker process and a temporary folder of this node."""
+    """Train ``cell`` in a worker process and a temporary folder on this node."""
     with tempfile.TemporaryDirectory(prefix="minillama-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
         here = cell.config.model_copy(update={"out_dir": str(folder)})
@@ -102,11 +99,11 @@ def train_cell(cell: Cell, threads: int) -> Answer:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """Return what is in a run folder by its path there, but for what stays."""
+    """Return the files of a run folder by relative path, without checkpoints."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.relative_to(folder).parts[0] not in STAYS
+        if path.is_file() and path.relative_to(folder).parts[0] not in _NOT_SENT
     }
 
 
@@ -114,16 +111,16 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 class RayPool:
-    """Trains ``cells`` as tasks, in their order; a context, as :class:`~.pool.Pool` is.
+    """Trains ``cells`` as tasks, in order; a context with the interface of :class:`~.pool.Pool`.
 
     Args:
         cells: what to train.
-        workers: cells at once; 0: as many as the cluster has room for.
-        threads: cores of a cell.
-        config: the rest.
+        workers: how many cells train at once; 0: as many as fit on the cluster.
+        threads: cores per cell.
+        config: ``gpus`` and ``retries`` are used.
 
     Raises:
-        ConfigError: no node has room for a cell.
+        ConfigError: a cell fits on no node.
     """
 
     def __init__(
@@ -141,7 +138,7 @@ class RayPool:
         )
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
-        if not self._room():
+        if not self._capacity():
             raise ConfigError(
                 f"no node of the Ray cluster has {threads} cores and {self._gpus:g} GPUs for a "
                 "cell; lower runner.threads or runner.gpus, or add a node"
@@ -162,38 +159,38 @@ class RayPool:
 
     @property
     def busy(self) -> bool:
-        """Whether a cell is being trained or waits for it."""
+        """Whether a cell is being trained or is waiting to be."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Start no further cell and end those that run, unsaved; returns at once."""
+        """Start no further cell and end the running ones without saving; does not wait."""
         self._stopping.set()
 
-    def _room(self) -> int:
-        """Return how many cells the nodes that are up can train at once."""
-        room = 0
+    def _capacity(self) -> int:
+        """Return how many cells the nodes that are alive can train at once."""
+        total = 0
         for node in ray.nodes():  # type: ignore[no-untyped-call]
             if node["Alive"]:
                 has = node["Resources"]
-                room_here = has.get("CPU", 0) // self._threads
+                on_node = has.get("CPU", 0) // self._threads
                 if self._gpus:
-                    room_here = min(room_here, has.get("GPU", 0) // self._gpus)
-                room += int(room_here)
-        return room
+                    on_node = min(on_node, has.get("GPU", 0) // self._gpus)
+                total += int(on_node)
+        return total
 
     def _serve(self) -> None:
         running: dict[Any, Cell] = {}
         try:
             while True:
-                # Where every node is lost, one task waits for a new one in Ray's own queue.
-                limit = self._workers or max(1, self._room())
+                # If every node is lost, one task waits in Ray's queue for a new node.
+                limit = self._workers or max(1, self._capacity())
                 while self._cells and len(running) < limit and not self._stopping.is_set():
                     cell = self._cells.popleft()
                     self.events.put(cell)
                     running[self._task.remote(cell, self._threads)] = cell
                 if not running:
                     return
-                done, _ = ray.wait(list(running), num_returns=1, timeout=_POLL)
+                done, _ = ray.wait(list(running), num_returns=1, timeout=_POLL_SECONDS)
                 for task in done:
                     self.events.put(_ended(running.pop(task), task))
                 if self._stopping.is_set():
@@ -207,27 +204,26 @@ class RayPool:
 
 
 def _ended(cell: Cell, task: Any) -> Ended:
-    """Fetch what a task brought, and lay its files down in the cell's folder."""
+    """Fetch the result of a task and write its files to the cell's folder."""
     try:
         outcome, error, files = ray.get(task)
-        if outcome != "interrupted":
-            _lay_down(cell, files)
+        if outcome == "interrupted":  # the driver cancels tasks, so this came from the node
+            return Ended(cell, "crashed", f"on its node: {error}")
+        _write_files(cell, files)
     except TaskCancelledError:
         return Ended(cell, "interrupted")
-    except (RayError, RunFolderError) as fault:
-        return Ended(cell, "crashed", f"{type(fault).__name__}: {str(fault).splitlines()[0]}")
-    if outcome == "interrupted":  # nobody asked for it: the node is being shut down
-        return Ended(cell, "crashed", "its worker was stopped on the node")
+    except (RayError, RunFolderError) as raised:
+        return Ended(cell, "crashed", f"{type(raised).__name__}: {str(raised).splitlines()[0]}")
     return Ended(cell, outcome, error)
 
 
-def _lay_down(cell: Cell, files: Mapping[str, bytes]) -> None:
-    """Write a cell's files, the summary last, since by it a cell counts as finished."""
+def _write_files(cell: Cell, files: Mapping[str, bytes]) -> None:
+    """Write a cell's files, the summary last, because with it the cell counts as finished."""
     with explain_write_errors(cell.folder):
         for name in sorted(files, key=lambda name: name == "summary.json"):
             path = cell.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            if name == "config.yaml":  # the node's own names its temporary folder
+            if name == "config.yaml":  # out_dir in the node's copy is its temporary folder
                 write_atomic(path, to_yaml(cell.config))
             elif name == "summary.json":
                 write_atomic(path, files[name].decode())

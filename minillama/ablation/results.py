@@ -1,9 +1,9 @@
-"""The files of finished runs, read back: a folder in, plain tables and curves out.
+"""Reads the files of an ablation or of a single run into tables and curves.
 
-    ablation.yaml, cells.csv
+    ablation.yaml, cells.csv, sessions.json
     cells/<arm>/lr-<lr>/seed-<seed>/{config.yaml, metrics.jsonl, summary.json}
 
-It trains nothing, loads no model and imports no plugin, so that a report can be made anywhere.
+Loads no model and imports no plugin, so a report can be made on any machine.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minillama.ablation.grid import arms as arms_of
-from minillama.ablation.grid import cell_path
+from minillama.ablation.grid import cell_folders
 from minillama.ablation.measures import gradient_figures, spike_score
-from minillama.ablation.sessions import Session, read_sessions
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import read_yaml
 from minillama.errors import ConfigError, RunFolderError
@@ -41,12 +40,14 @@ COLUMNS = (
 """The columns of ``cells.csv``."""
 
 ENDED = ("ok", "collapsed", "diverged")
-"""Fates of a run that came to its end; ``crashed`` and ``unfinished`` ones did not."""
+"""Fates of a run that ended by itself; ``crashed`` and ``unfinished`` ones did not."""
+
+SESSIONS_FILE = "sessions.json"
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What ``metrics.jsonl`` holds, as arrays; a value that was not finite is NaN."""
+    """The lines of ``metrics.jsonl`` as arrays; a value that is not finite is NaN."""
 
     steps: Floats
     loss: Floats
@@ -61,7 +62,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: where it stands in the grid, how it ended, what it left."""
+    """One run: its place in the grid, its fate and the content of its files."""
 
     arm: str
     lr: float
@@ -79,20 +80,37 @@ class Run:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return float(value) if number and value is not None else math.nan
 
+    def has_figure(self, key: str) -> bool:
+        """Whether the summary has a finite number under ``key``."""
+        return math.isfinite(self.figure(key))
+
     @property
     def has_loss(self) -> bool:
-        """Whether it ended with a loss to draw; a diverged run may have one, but far off."""
+        """Whether it ended with a loss worth drawing; that of a diverged run is far too large."""
         return self.fate in ("ok", "collapsed") and math.isfinite(self.figure("val_loss"))
 
     @property
     def ended(self) -> bool:
-        """Whether the run came to its own end, good or bad."""
+        """Whether the run ended by itself, with a good result or a bad one."""
         return self.fate in ENDED
 
 
 @dataclass(frozen=True)
+class Session:
+    """One call of the ablation.
+
+    ``preparing_seconds`` passed before the first cell was started, ``seconds`` since then.
+    """
+
+    seconds: float
+    preparing_seconds: float
+    workers: int
+    threads: int
+
+
+@dataclass(frozen=True)
 class Results:
-    """An ablation's runs in the order of its grid, or one run on its own."""
+    """An ablation's runs in the order of its grid, or a single run."""
 
     name: str
     folder: Path
@@ -138,25 +156,23 @@ def read_results(folder: str | Path) -> Results:
 def _read_ablation(folder: Path) -> Results:
     config = load_ablation(folder / "ablation.yaml")
     arms = arms_of(config)
+    names = tuple(arm.name for arm in arms)
     errors = {
         (row["arm"], float(row["lr"]), int(row["seed"])): row.get("error") or ""
         for row in _rows(folder / "cells.csv")
         if row.get("fate") == "crashed"
     }
     runs, missing = [], []
-    for arm in arms:
-        for lr in config.lr:
-            for seed in config.seeds:
-                cell = folder / cell_path(arm.name, lr, seed)
-                error = errors.get((arm.name, lr, seed))
-                if (cell / "config.yaml").is_file() or error is not None:
-                    runs.append(read_run(cell, arm.name, lr, seed, crash=error))
-                else:
-                    missing.append((arm.name, lr, seed))
+    for (arm, lr, seed), cell in cell_folders(names, config.lr, config.seeds).items():
+        error = errors.get((arm, lr, seed))
+        if (folder / cell / "config.yaml").is_file() or error is not None:
+            runs.append(read_run(folder / cell, arm, lr, seed, crash=error))
+        else:
+            missing.append((arm, lr, seed))
     return Results(
         name=config.name,
         folder=folder,
-        arms=tuple(arm.name for arm in arms),
+        arms=names,
         baseline_of={arm.name: arm.baseline for arm in arms},
         lrs=tuple(sorted(config.lr)),
         seeds=tuple(config.seeds),
@@ -168,7 +184,7 @@ def _read_ablation(folder: Path) -> Results:
 
 
 def read_run(folder: Path, arm: str, lr: float, seed: int, crash: str | None = None) -> Run:
-    """Read one run's folder; ``crash`` is the error of a run that came to no end of its own.
+    """Read one run's folder; ``crash`` is the error of a run that crashed.
 
     Raises:
         RunFolderError: its summary is damaged.
@@ -189,7 +205,7 @@ def read_run(folder: Path, arm: str, lr: float, seed: int, crash: str | None = N
 
 
 def read_curves(path: Path) -> Curves:
-    """Read ``metrics.jsonl``, if there is one; a step that stands twice counts as it last was."""
+    """Read ``metrics.jsonl`` if it exists; of several lines for a step, the last one counts."""
     train: dict[int, Mapping[str, Any]] = {}
     val: dict[int, float] = {}
     probes: dict[int, Mapping[str, Any]] = {}
@@ -214,21 +230,23 @@ def read_curves(path: Path) -> Curves:
     )
 
 
-def row_of(run: Run, root: Path) -> dict[str, Any]:
-    """Return a run's line of ``cells.csv``; what is not known is None."""
+def table_row(run: Run, root: Path) -> dict[str, Any]:
+    """Return a run's row of ``cells.csv``; unknown values are None."""
     curves = run.curves
-    # What follows the first value that is not finite says nothing: the weights are not numbers.
+    # After the first value that is not finite the weights are NaN, so later values mean nothing.
     (lost,) = np.nonzero(~np.isfinite(curves.loss + curves.grad_norm) & ~curves.skipped)
-    told = slice(int(lost[0]) + 1 if len(lost) else None)
-    made = ~curves.skipped[told]
-    gradients = gradient_figures(curves.grad_norm[told][made], curves.clipped[told][made].tolist())
+    valid = slice(int(lost[0]) + 1 if len(lost) else None)
+    applied = ~curves.skipped[valid]
+    gradients = gradient_figures(
+        curves.grad_norm[valid][applied], curves.clipped[valid][applied].tolist()
+    )
     known = {
         "arm": run.arm,
         "lr": run.lr,
         "seed": run.seed,
         "fate": run.fate,
         "run_dir": run.folder.relative_to(root).as_posix(),
-        "spike_score": spike_score(curves.loss[told], curves.grad_norm[told]),
+        "spike_score": spike_score(curves.loss[valid], curves.grad_norm[valid]),
         "grad_norm_max": gradients.max,
         "grad_norm_p99": gradients.p99,
         "clipped_share": gradients.clipped_share,
@@ -236,6 +254,23 @@ def row_of(run: Run, root: Path) -> dict[str, Any]:
     }
     row = {column: known.get(column, run.summary.get(column)) for column in COLUMNS}
     return {key: None if value != value else value for key, value in row.items()}
+
+
+def read_sessions(folder: Path) -> tuple[Session, ...]:
+    """Return the recorded calls of an ablation, oldest first.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
+    path = folder / SESSIONS_FILE
+    if not path.is_file():
+        return ()
+    try:
+        return tuple(Session(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise RunFolderError(
+            f"{path} is damaged: {error}; delete it, then the report leaves out the times"
+        ) from None
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -246,6 +281,6 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _number(value: Any) -> float:
-    """Return a finite number as it is, anything else as NaN."""
+    """Return a finite number unchanged, anything else as NaN."""
     number = float(value) if isinstance(value, int | float) else math.nan
     return number if math.isfinite(number) else math.nan

@@ -1,54 +1,57 @@
-"""Runs an ablation: every cell an ordinary run, spread over workers that share the cores out.
+"""Runs an ablation: every cell is an ordinary training run, given to a pool of workers.
 
     cells ──prepare──▶ text and tokenizer, once ──▶ Pool ──▶ cells/…, a row of cells.csv each
 
-What a cell leaves on disk is all that counts: a finished one is not run again, an unfinished one
-goes on where it was saved, so the same command after a kill at any moment completes the grid.
+All state is in the cells' folders: a finished cell is not run again and an unfinished one resumes
+from its last save, so after a kill at any moment the same command completes the grid.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import os
 import queue
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from filelock import FileLock, Timeout
+import numpy as np
 
-from minillama.ablation.display import Display
-from minillama.ablation.estimate import TIMED_STEPS, estimate
+from minillama import launch
 from minillama.ablation.grid import Cell, cells
 from minillama.ablation.pool import Ended, Pool
-from minillama.ablation.sessions import RunningSession
-from minillama.ablation.table import CellTable, is_finished
+from minillama.ablation.progress import CellTable, Display, RunningSession, is_finished
+from minillama.ablation.results import read_results
 from minillama.config.ablation import AblationConfig
 from minillama.config.loading import read_yaml
 from minillama.config.run import deciding_fields, parse_run, to_yaml
 from minillama.data.prepare import prepare
 from minillama.errors import (
+    CellsCrashedError,
     ConfigError,
     InterruptedRunError,
     MinillamaError,
-    RunFolderError,
 )
-from minillama.files import explain_write_errors, write_atomic
+from minillama.files import explain_write_errors, lock, write_atomic
+from minillama.formatting import format_duration
 from minillama.model.norms import is_builtin
 from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.training.device import pick_device
 from minillama.training.interrupt import StopSignal
+from minillama.training.metrics import read_metrics
 
-_POLL = 0.3  # seconds between looks at how far the running cells are
+_POLL_SECONDS = 0.3  # how often the progress and the stop signal are checked
+_TIMED_STEPS = 6  # of each arm, by a dry run
 
 _log = logging.getLogger("minillama")
 
 
 class CellPool(Protocol):
-    """What trains the cells: :class:`Pool` here, or another way to spread them."""
+    """What trains the cells: :class:`Pool`, or another way to distribute them."""
 
     events: queue.SimpleQueue[Cell | Ended]
 
@@ -63,10 +66,10 @@ class CellPool(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a cell is being trained or waits for it."""
+        """Whether a cell is being trained or is waiting to be."""
 
     def stop(self) -> None:
-        """Start no further cell and end those that run; returns at once."""
+        """Start no further cell and end those that are running; does not wait."""
 
 
 def run(
@@ -77,43 +80,45 @@ def run(
 ) -> Path:
     """Run every cell that is not finished and return the ablation's folder.
 
-    A cell that diverges or collapses is a result; one that crashes is a row of ``cells.csv`` with
-    its error, its output is in ``log.txt`` of its folder, and the others go on.
+    A cell that diverges or collapses is a result.  One that crashes becomes a row of ``cells.csv``
+    with its error, and its output is in ``log.txt`` of its folder; the other cells still run.
 
     Args:
-        config: of the ablation; see :func:`minillama.config.load_ablation`.
-        progress: show one bar for the whole, and a line for each cell that ends.
-        make_pool: what trains the cells, made from them, the number of workers and the threads of
-            each; :func:`minillama.ablation.ray_runner.run` brings another.
+        config: of the ablation; see :func:`minillama.config.ablation.load_ablation`.
+        progress: show one bar for the whole grid, and a line for each cell that ends.
+        make_pool: makes what trains the cells, from the cells, the number of workers and the
+            threads of each; see :func:`minillama.ablation.ray_runner.run` for another one.
 
     Raises:
-        ConfigError: an arm is faulty or needs more memory than there is, or the folder holds cells
+        ConfigError: an arm is wrong or needs more memory than there is, or the folder holds cells
             of another config.
         DataError, TokenizerError: the text cannot be used.
         RunFolderError: the folder cannot be written, or another ablation is writing into it.
-        InterruptedRunError: Ctrl-C or SIGTERM came; what was running is saved.
-        MinillamaError: every cell crashed.
+        InterruptedRunError: Ctrl-C or SIGTERM; the running cells were saved first.
+        CellsCrashedError: every cell crashed; see :func:`check_crashes` for some of them.
     """
-    asked = time.perf_counter()
+    started = time.perf_counter()
     grid = cells(config)
     for cell in grid:
-        # To count the parameters of a user's own norm is to build it: its cell's process may.
+        # Counting the parameters of a user's norm means building it, which only workers should do.
         if is_builtin(cell.config.model.norm.kind):
             refuse_what_cannot_fit(cell.config, pick_device(cell.config.train.device))
-    folder = _folder(config)
-    with _claimed(folder):
+    folder = Path(config.out_dir)
+    with _lock_folder(folder):
         _refuse_changed(grid)
         _prepare_data(grid)
         with explain_write_errors(folder):
-            write_atomic(folder / "ablation.yaml", to_yaml(_standing_alone(config)))
+            write_atomic(folder / "ablation.yaml", to_yaml(_with_base(config)))
         table = CellTable(folder, grid)
         table.write()
         todo = [cell for cell in _run_order(grid) if cell.folder not in table.rows]
         if not todo:
             _log.info("%s: all %d cells are finished already", folder, len(grid))
             return folder
+        if progress:
+            _log.info("`minillama report %s` shows what has ended so far, at any time", folder)
         workers, threads = _share_cores(config, grid)
-        session = RunningSession(folder, workers, threads, time.perf_counter() - asked)
+        session = RunningSession(folder, workers, threads, time.perf_counter() - started)
         with (
             session,
             StopSignal() as stop,
@@ -129,16 +134,32 @@ def run(
                     display.ended(event)
         if stop.requested:
             raise InterruptedRunError(
-                f"stopped with {len(table.rows)} of {len(grid)} cells ended; the others are saved "
-                "as far as they came, and the same command goes on"
+                f"stopped with {len(table.rows)} of {len(grid)} cells ended; the running ones were "
+                "saved, and the same command continues"
             )
-    crashed = [row for row in table.rows.values() if row["fate"] == "crashed"]
-    if len(crashed) == len(grid):
-        log = folder / crashed[0]["run_dir"] / "log.txt"
-        raise MinillamaError(f"every cell crashed; the first: {crashed[0]['error']}; see {log}")
-    if crashed:
-        _log.warning("%d of %d cells crashed; run again to try them anew", len(crashed), len(grid))
+    if all(row["fate"] == "crashed" for row in table.rows.values()):
+        check_crashes(folder)
     return folder
+
+
+def check_crashes(folder: Path) -> None:
+    """Raise an error if cells of the ablation in ``folder`` crashed.
+
+    Raises:
+        CellsCrashedError: says how many, and the error of the first.
+    """
+    results = read_results(folder)
+    crashed = [run for run in results.runs if run.fate == "crashed"]
+    if crashed:
+        n_cells = len(results.runs) + len(results.missing)
+        which = "every cell" if len(crashed) == n_cells else f"{len(crashed)} of {n_cells} cells"
+        raise CellsCrashedError(
+            f"{which} crashed; the first: {crashed[0].error}; see {crashed[0].folder / 'log.txt'}; "
+            "the same command runs them again"
+        )
+
+
+# ---------------------------------------------------------------------------------------- dry run
 
 
 def dry_run(config: AblationConfig) -> str:
@@ -160,57 +181,88 @@ def dry_run(config: AblationConfig) -> str:
     if todo:
         workers, threads = _share_cores(config, grid)
         workers = workers or 1
-        seconds = estimate(todo, workers, threads)
-        minutes = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
         lines.append(
-            f"about {minutes}, from {TIMED_STEPS} real steps and two validations of each arm "
-            f"(workers: {workers}, threads of each: {threads})"
+            f"about {format_duration(_estimate_seconds(todo, workers, threads))}, from "
+            f"{_TIMED_STEPS} real steps and two validations of each arm "
+            f"(workers: {workers}, threads per worker: {threads})"
         )
     return "\n".join(lines)
+
+
+def _estimate_seconds(todo: Sequence[Cell], workers: int, threads: int) -> float:
+    """Estimate the time of the grid from a few steps of each arm, on as many workers at once."""
+    first = list({cell.arm: cell for cell in reversed(todo)}.values())
+    costs: dict[str, list[tuple[float, float]]] = {cell.arm: [] for cell in first}
+    with tempfile.TemporaryDirectory() as folder:
+        repeated = (first * workers)[: max(len(first), workers)]
+        short = [_shortened(cell, Path(folder) / str(i)) for i, cell in enumerate(repeated)]
+        n_ended = 0
+        with Pool(short, workers, threads) as pool:
+            while n_ended < len(short):
+                event = pool.events.get()
+                if not isinstance(event, Ended):
+                    continue
+                if event.outcome != "ended":
+                    raise MinillamaError(f"{event.cell.arm} cannot be timed: {event.error}")
+                costs[event.cell.arm].append(_measured_seconds(event.cell))
+                n_ended += 1
+    total = 0.0
+    for cell in todo:
+        step, validation = np.mean(costs[cell.arm], axis=0)
+        every = cell.config.train.eval_every or cell.steps
+        total += cell.steps * step + (1 + -(-cell.steps // every)) * validation
+    return float(total) / workers
+
+
+def _shortened(cell: Cell, folder: Path) -> Cell:
+    """Return the cell with a few steps, at a learning rate so low that it cannot diverge."""
+    train = {"steps": _TIMED_STEPS, "eval_every": 0, "save_every": 0, "sample_prompt": None}
+    update = {
+        "out_dir": str(folder),
+        "loggers": [],
+        "optim": cell.config.optim.model_copy(update={"lr": 1e-6, "warmup_steps": 0}),
+        "train": cell.config.train.model_copy(update={**train, "log_every": 1}),
+    }
+    return Cell(cell.arm, cell.lr, cell.seed, cell.config.model_copy(update=update))
+
+
+def _measured_seconds(cell: Cell) -> tuple[float, float]:
+    """Return the seconds of a step (the first one excluded) and of a validation with its save."""
+    summary = json.loads((cell.folder / "summary.json").read_text(encoding="utf-8"))
+    lines = [line for line in read_metrics(cell.folder / "metrics.jsonl") if "tokens_per_s" in line]
+    per_step = cell.config.train.batch_size * cell.config.data.seq_len
+    times = [per_step / line["tokens_per_s"] for line in lines]
+    return float(np.median(times[1:])), max(0.0, summary["seconds"] - sum(times)) / 2
 
 
 # ------------------------------------------------------------------------------- before the cells
 
 
-def _folder(config: AblationConfig) -> Path:
-    return Path(config.out_dir or f"runs/{config.name}")
-
-
-def _standing_alone(config: AblationConfig) -> AblationConfig:
-    """Return the config with its base in it, so that it can be read from any folder."""
+def _with_base(config: AblationConfig) -> AblationConfig:
+    """Return the config with its base as a mapping, so that it can be read from any folder."""
     if isinstance(config.base, str):
         return config.model_copy(update={"base": read_yaml(config.base)})
     return config
 
 
 @contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """Hold the ablation's folder alone.
-
-    Raises:
-        RunFolderError: it cannot be written, or another ablation holds it.
-    """
-    with explain_write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise RunFolderError(
-                f"{folder}: another ablation is running in this folder; wait for it, "
-                "or choose another out_dir"
-            ) from None
-    try:
+def _lock_folder(folder: Path) -> Iterator[None]:
+    busy = (
+        f"{folder}: another ablation is running in this folder; wait for it, "
+        "or choose another out_dir"
+    )
+    with ExitStack() as stack:
+        with explain_write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock(folder / ".lock", busy=busy, timeout=0))
         yield
-    finally:
-        lock.release()
 
 
 def _refuse_changed(grid: Sequence[Cell]) -> None:
-    """Make sure that no cell's folder holds a run of another config.
+    """Make sure that no cell's folder holds a run of another config or of other plugins.
 
     Raises:
-        ConfigError: naming each such cell and its first differing field.
+        ConfigError: lists these cells, each with the first field that differs.
     """
     changed = []
     for cell in grid:
@@ -220,7 +272,7 @@ def _refuse_changed(grid: Sequence[Cell]) -> None:
         before, now = map(deciding_fields, (saved, cell.config))
         for name in sorted(before | now):
             was, wanted = before.get(name), now.get(name)
-            # stop or run_on is the runner's choice, and no measure differs by it; skip does decide
+            # The runner chooses between stop and run_on, and no measure depends on it.
             stops = name == "train.on_nonfinite" and "skip" not in (was, wanted)
             if not stops and was != wanted:
                 changed.append(f"{cell.folder} has {name} = {was!r}, not {wanted!r}")
@@ -228,8 +280,8 @@ def _refuse_changed(grid: Sequence[Cell]) -> None:
     if changed:
         shown = "\n  ".join(changed[:5] + ([f"… {len(changed)} in all"] if changed[5:] else []))
         raise ConfigError(
-            "cells of another config are here; delete their folders, or keep them and set another "
-            f"out_dir\n  {shown}"
+            "cells of another config are in this folder; delete their folders, or set another "
+            f"out_dir to keep them\n  {shown}"
         )
 
 
@@ -245,40 +297,35 @@ def _prepare_data(grid: Sequence[Cell]) -> None:
 
 
 def _run_order(grid: Sequence[Cell]) -> list[Cell]:
-    """Return the cells seed by seed, arms side by side: half a grid already compares them."""
+    """Return the cells by seed, then learning rate: half a grid already compares all arms."""
     return sorted(grid, key=lambda cell: (cell.seed, cell.lr))
 
 
 def _share_cores(config: AblationConfig, grid: Sequence[Cell]) -> tuple[int, int]:
-    """Return how many workers there are and how many threads each has; 0 workers: not limited.
+    """Return the number of workers (0: no limit) and the number of threads of each.
 
-    It is the same for the whole grid and for what is left of it: a thread more changes a sum's last
-    bit, and cells of one grid should differ in nothing but their config.
+    It does not depend on how many cells are left: another number of threads changes the last bit of
+    a sum, and cells of one grid should differ only in their config.
     """
-    if config.runner.kind == "ray":  # whatever nodes there are, and come to be
+    if config.runner.kind == "ray":  # as many as the nodes that the cluster has at any time
         return config.runner.workers or 0, config.runner.threads or 1
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = launch.usable_cpus()
     workers = config.runner.workers
     if workers is None:
-        # an accelerator is one device for all workers, who would fight for its memory
+        # All workers would share the memory of one accelerator.
         on_cpu = all(pick_device(cell.config.train.device).type == "cpu" for cell in grid)
         workers = cores if on_cpu else 1
     workers = min(workers, len(grid))
     return workers, config.runner.threads or max(1, cores // workers)
 
 
-# ------------------------------------------------------------------------------- while they run
-
-
 def _events(pool: CellPool, stop: StopSignal, display: Display) -> Iterator[Cell | Ended]:
-    """Yield what happens in the pool until it is done, passing on the wish to stop."""
+    """Yield the pool's events until it is done; stop it after a stop signal."""
     stopping = False
     while True:
-        busy = pool.busy  # before the queue is looked at: what comes after is still fetched
+        busy = pool.busy  # checked before the queue, so that no event is missed
         try:
-            yield pool.events.get(timeout=_POLL)
+            yield pool.events.get(timeout=_POLL_SECONDS)
             continue
         except queue.Empty:
             display.poll()
@@ -286,5 +333,5 @@ def _events(pool: CellPool, stop: StopSignal, display: Display) -> Iterator[Cell
             return
         if stop.requested and not stopping:
             stopping = True
-            display.say("stopping: the running cells are being saved")
+            display.print("stopping: the running cells are being saved")
             pool.stop()

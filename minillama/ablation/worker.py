@@ -1,14 +1,14 @@
-"""A worker of an ablation: one process that trains cell after cell.
+"""A worker process of an ablation: trains one cell after another.
 
-    parent ──a cell as JSON, a line each──▶ stdin │ worker │ stdout ──how it ended──▶ parent
+    parent ──a cell as one line of JSON──▶ stdin │ worker │ stdout ──how it ended──▶ parent
 
-A cell is its ``config`` and ``began``, the time at which it was taken up.
+A cell is its ``config`` and ``began``, the Unix time at which the parent gave it out.
 
-The end of stdin is the wish to stop: what is being trained is saved first.  It comes when the
-parent closes the pipe and also when the parent dies, so no worker outlives it.
+The end of stdin means: save what is being trained, then exit.  It comes when the parent closes the
+pipe and also when the parent dies, so no worker outlives its parent.
 
-Start it as ``python -m minillama.ablation.worker THREADS``, with ``OMP_NUM_THREADS`` and its like
-set as well: torch sizes its pools as it is imported.
+Started as ``python ... minillama.ablation.worker THREADS`` with ``OMP_NUM_THREADS`` and similar
+variables set as well, because torch sizes its thread pools when it is imported.
 """
 
 from __future__ import annotations
@@ -32,41 +32,44 @@ from minillama.config.run import parse_run
 from minillama.errors import DivergedError, InterruptedRunError, MinillamaError
 from minillama.training.trainer import train
 
-_PATIENCE = 60.0
-"""Seconds to wait for a worker of an earlier, killed ablation that is still saving this cell."""
+_LOCK_SECONDS = 60.0
+"""How long to wait for a worker of an earlier, killed ablation that is still saving this cell."""
 
 
 def main(threads: int) -> None:
-    """Serve until stdin ends; ``threads`` is what torch may use."""
+    """Train cells until stdin ends, with ``threads`` threads."""
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
-    # A shell that starts the parent in the background has it, and us, ignore this signal.
+    # A shell that starts the parent in the background makes it and its children ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # The pipes belong to the protocol: what a plugin reads is empty, what it prints goes to stderr.
+    lines = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # stdout is for answers alone; what anyone else prints goes elsewhere
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
     jobs: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(sys.stdin, jobs), daemon=True).start()
+    threading.Thread(target=_listen, args=(lines, jobs), daemon=True).start()
     try:
         while (job := jobs.get()) is not None:
             answers.write(json.dumps(_train(job)) + "\n")
             answers.flush()
     except (KeyboardInterrupt, BrokenPipeError):
-        pass  # nothing was being trained, and nobody is there to hear of it
+        pass  # nothing was being trained, or nobody reads the answer
 
 
 def _listen(lines: TextIO, jobs: queue.SimpleQueue[str | None]) -> None:
     for line in lines:
         jobs.put(line)
     jobs.put(None)
-    _thread.interrupt_main()  # as Ctrl-C does: the trainer saves and leaves
+    _thread.interrupt_main()  # as Ctrl-C does: the trainer saves and stops
 
 
 def _train(job: str) -> dict[str, str]:
-    """Train one cell, its output going to its own log, and say how it ended."""
+    """Train one cell with its output in its own log, and return how that ended."""
     cell = json.loads(job)
-    config = parse_run(cell["config"], "cell")
-    folder = Path(config.out_dir)
+    folder = Path(cell["config"]["out_dir"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
@@ -74,28 +77,30 @@ def _train(job: str) -> dict[str, str]:
             sys.stderr.flush()
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        _wait_for(folder)
+        config = parse_run(cell["config"], "cell")
+        _wait_for_lock(folder)
         train(config, resume=True, progress=False, began=cell["began"])
     except DivergedError as error:
-        print(error, flush=True)  # a result like any other; the summary has it
+        print(error, flush=True)  # a result like any other; it is in the summary
     except (InterruptedRunError, KeyboardInterrupt) as error:
-        print(str(error) or "interrupted", flush=True)
-        return {"outcome": "interrupted", "error": ""}
+        message = str(error) or "interrupted"
+        print(message, flush=True)
+        return {"outcome": "interrupted", "error": message}
     except MinillamaError as error:
         print(error, flush=True)
         return {"outcome": "crashed", "error": str(error)}
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a plugin may call sys.exit
         traceback.print_exc()
         sys.stderr.flush()
         return {"outcome": "crashed", "error": f"{type(error).__name__}: {error}"}
     return {"outcome": "ended", "error": ""}
 
 
-def _wait_for(folder: Path) -> None:
+def _wait_for_lock(folder: Path) -> None:
     try:
-        FileLock(folder / ".lock", timeout=_PATIENCE).acquire().lock.release()
+        FileLock(folder / ".lock", timeout=_LOCK_SECONDS).acquire().lock.release()
     except Timeout:
-        return  # the trainer says so, in better words
+        return  # the trainer raises an error that explains it
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from minillama import launch
 from minillama.bench.peers import hf_llama, hf_step
 from minillama.bench.step import Shape, our_step
 from minillama.bench.timing import load_average, machine, table
@@ -79,8 +80,8 @@ def show(result: Mapping[str, Any]) -> str:
 
 
 def _in_its_own_process(contender: str, n_threads: int, shape: Shape) -> dict[str, float]:
-    command = [sys.executable, "-m", "minillama.bench.memory", contender, str(n_threads)]
-    command += [json.dumps(shape)]
+    arguments = (contender, str(n_threads), json.dumps(shape))
+    command = launch.module_command("minillama.bench.memory", *arguments)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

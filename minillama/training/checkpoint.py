@@ -148,7 +148,8 @@ def load_checkpoint(
     """
     target = pick_device(str(device))
     checkpoint = read_checkpoint(path)
-    model = Transformer(checkpoint.config.model)
+    with torch.device("cpu"):  # torch's default device and dtype change no model
+        model = Transformer(checkpoint.config.model).float()
     load_weights(model, checkpoint.weights, checkpoint.folder)
     return model.to(target).eval(), checkpoint.tokenizer, checkpoint.config
 

@@ -285,7 +285,7 @@ class LocalModel:
         return {}
 
 
-class _DdpModel(LocalModel):
+class DdpModel(LocalModel):
     """Each rank has the whole model; gradients are summed while they are computed."""
 
     def __init__(self, model: Transformer, device: torch.device, train: TrainConfig) -> None:
@@ -298,6 +298,7 @@ class _DdpModel(LocalModel):
         self.loss_sums = torch.compile(self._ddp) if train.compile else self._ddp
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Sum gradients over the ranks only after the last micro-batch."""
         return nullcontext() if last else self._ddp.no_sync()
 
 
@@ -317,18 +318,3 @@ def _all_reduce(gradients: Tensor) -> torch.futures.Future[Tensor]:
     assert work is not None
     reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return reduced
-
-
-def parallelize(model: Transformer, device: torch.device, train: TrainConfig) -> LocalModel:
-    """Prepare ``model`` for training as ``train.parallel`` says.
-
-    Its parameters may be other objects afterwards, with the same names, shapes and order.
-    """
-    if train.parallel == "none":
-        return LocalModel(model, device, train)
-    if train.parallel == "ddp":
-        return _DdpModel(model, device, train)
-    # Imported here: torch.distributed's FSDP takes most of a second to import.
-    from minillama.training.fsdp import FsdpModel
-
-    return FsdpModel(model, device, train)

@@ -31,6 +31,9 @@ if TYPE_CHECKING:  # a report, which knows spikes too, does without torch
 
 Decision = Literal["apply", "skip", "stop"]
 
+COLLAPSE_MARGIN = 0.1
+"""Nats per token by which a model must beat the unigram entropy, or it has only learned counts."""
+
 SPIKE_SIGMAS = 6.0
 SPIKE_WINDOW = 128
 """A loss above mean + SPIKE_SIGMAS · σ of the last SPIKE_WINDOW finite losses is a spike."""

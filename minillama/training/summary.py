@@ -18,12 +18,9 @@ from minillama import launch
 from minillama.config import RunConfig
 from minillama.config.run import deciding_fields
 from minillama.plugins import plugin_source_hash
-from minillama.training.stability import SPIKE_WINDOW, is_spike
+from minillama.training.stability import COLLAPSE_MARGIN, SPIKE_WINDOW, is_spike
 
 Fate = Literal["ok", "diverged", "collapsed"]
-
-COLLAPSE_MARGIN = 0.1
-"""Nats per token by which a model must beat the unigram entropy, or it has only learned counts."""
 
 RECENT_LOSSES = 10
 """The summary's ``train_loss`` is the mean of this many logged training losses."""

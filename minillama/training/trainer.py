@@ -35,6 +35,7 @@ from torch import Tensor
 from minillama import launch
 from minillama.config import RunConfig
 from minillama.config.model import advice
+from minillama.config.run import TrainConfig
 from minillama.data.batches import Batches, rows_of_rank
 from minillama.data.prepare import Prepared, prepare
 from minillama.errors import DivergedError, InterruptedRunError, MinillamaError
@@ -68,7 +69,7 @@ from minillama.training.optim import (
     learning_rate,
     local_part,
 )
-from minillama.training.parallel import Ranks, join, parallelize
+from minillama.training.parallel import DdpModel, LocalModel, Ranks, join
 from minillama.training.probes import StepProbe
 from minillama.training.profile import TRACE, StepClock
 from minillama.training.run_folder import (
@@ -637,3 +638,18 @@ def _status(line: Line, val_loss: float | None) -> str:
     """Return what the progress bar shows beside its own numbers."""
     val = "" if val_loss is None else f" val {val_loss:.3f}"
     return f"loss {line['loss']:.3f}{val} lr {line['lr']:.1e} {line['tokens_per_s']:,.0f} tokens/s"
+
+
+def parallelize(model: Transformer, device: torch.device, train: TrainConfig) -> LocalModel:
+    """Prepare ``model`` for training as ``train.parallel`` says.
+
+    Its parameters may be other objects afterwards, with the same names, shapes and order.
+    """
+    if train.parallel == "none":
+        return LocalModel(model, device, train)
+    if train.parallel == "ddp":
+        return DdpModel(model, device, train)
+    # Imported here: torch.distributed's FSDP takes most of a second to import.
+    from minillama.training.fsdp import FsdpModel
+
+    return FsdpModel(model, device, train)

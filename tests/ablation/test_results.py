@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minillama.ablation.results import COLUMNS, read_curves, read_results, row_of
+from minillama.ablation.results import COLUMNS, read_curves, read_results, table_row
 from minillama.errors import ConfigError, RunFolderError
 
 
@@ -98,7 +98,7 @@ def test_curves_take_the_last_word_on_a_step_and_turn_what_is_not_finite_into_na
 
 def test_a_row_has_every_column_and_none_for_what_is_unknown(make_ablation: Any) -> None:
     folder = make_ablation({"rms": {1e-3: [2.0, None]}})
-    good, bad = (row_of(run, folder) for run in read_results(folder).runs)
+    good, bad = (table_row(run, folder) for run in read_results(folder).runs)
     assert tuple(good) == COLUMNS
     assert COLUMNS[:10] == (
         *("arm", "lr", "seed", "fate", "val_loss", "train_loss", "steps", "tokens"),
@@ -124,7 +124,7 @@ def test_what_follows_a_skipped_step_still_counts(make_run: Any) -> None:
             if line["step"] == 150 and "loss" in line:
                 line["grad_norm"] = 77.0
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        rows.append(row_of(read_results(folder).runs[0], folder))
+        rows.append(table_row(read_results(folder).runs[0], folder))
     skips, lost = rows
     assert skips["grad_norm_max"] == 77.0
     assert lost["grad_norm_max"] == np.inf

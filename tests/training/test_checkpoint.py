@@ -83,6 +83,26 @@ def test_other_programs_can_read_the_files(saved):
     torch.load(folder / TRAINER_STATE, weights_only=True)
 
 
+@pytest.mark.parametrize("default", ["meta", torch.float64, torch.bfloat16])
+def test_torchs_default_device_and_dtype_change_no_loaded_model(tiny, tmp_path, default):
+    config = tiny()
+    model = Transformer(config.model)
+    save_checkpoint(tmp_path / "step-000001", model, ByteTokenizer(), config)
+    tokens = torch.arange(6)[None]
+    expected = model(tokens)
+    try:
+        if default == "meta":
+            torch.set_default_device(default)
+        else:
+            torch.set_default_dtype(default)
+        loaded = load_checkpoint(tmp_path / "step-000001")[0]
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert {w.dtype for w in loaded.parameters()} == {torch.float32}
+    assert torch.equal(loaded(tokens), expected)
+
+
 def test_a_tokenizer_that_moved_since_the_run_is_not_needed(tiny, tmp_path, bpe):
     bpe.save(tmp_path / "mine.model")
     path = str(tmp_path / "mine.model")

@@ -1,0 +1,204 @@
+"""What an ablation shows and records while it runs: the progress bar, cells.csv, sessions.json."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from minillama.ablation.grid import Cell
+from minillama.ablation.pool import Ended
+from minillama.ablation.results import (
+    COLUMNS,
+    SESSIONS_FILE,
+    Session,
+    read_run,
+    read_sessions,
+    table_row,
+)
+from minillama.files import explain_write_errors, write_atomic
+
+_LINE_SECONDS = 60.0
+"""How often the progress is printed where stderr is not a terminal."""
+
+
+def is_finished(cell: Cell) -> bool:
+    """Return whether the cell's run has ended, according to its summary."""
+    try:
+        summary = json.loads((cell.folder / "summary.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(summary, dict) and summary.get("finished") is True
+
+
+class CellTable:
+    """The cells that have ended, as rows of cells.csv, which is rewritten whenever one ends."""
+
+    def __init__(self, folder: Path, grid: Sequence[Cell]) -> None:
+        self._folder, self._grid = folder, grid
+        self.rows: dict[Path, dict[str, Any]] = {}
+        for cell in grid:
+            if is_finished(cell):
+                self._add(cell, None)
+
+    def add(self, ended: Ended) -> None:
+        """Add a cell that ended or crashed; an interrupted one has no row yet."""
+        if ended.outcome == "interrupted":
+            return
+        self._add(ended.cell, ended.error if ended.outcome == "crashed" else None)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file, its rows in the order of the grid."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        rows = [self.rows[cell.folder] for cell in self._grid if cell.folder in self.rows]
+        writer.writerows(rows)
+        with explain_write_errors(self._folder):
+            write_atomic(self._folder / "cells.csv", text.getvalue())
+
+    def _add(self, cell: Cell, crash: str | None) -> None:
+        run = read_run(cell.folder, cell.arm, cell.lr, cell.seed, crash)
+        self.rows[cell.folder] = table_row(run, self._folder)
+
+
+class RunningSession:
+    """Records this call of the ablation in sessions.json; a context.
+
+    The file is rewritten whenever a cell ends, so a call that is killed loses only the time since
+    the last one.
+    """
+
+    def __init__(self, folder: Path, workers: int, threads: int, preparing_seconds: float) -> None:
+        self._folder, self._earlier = folder, read_sessions(folder)
+        self._began = time.perf_counter()
+        self._fixed = (preparing_seconds, workers, threads)
+
+    def __enter__(self) -> RunningSession:
+        self.save()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.save()
+
+    def save(self) -> None:
+        """Record the time up to now.
+
+        Raises:
+            RunFolderError: the file cannot be written.
+        """
+        session = Session(time.perf_counter() - self._began, *self._fixed)
+        entries = [asdict(each) for each in (*self._earlier, session)]
+        with explain_write_errors(self._folder):
+            text = json.dumps(entries, indent=2, allow_nan=False) + "\n"
+            write_atomic(self._folder / SESSIONS_FILE, text)
+
+
+class Display:
+    """One progress bar for the whole grid, counted in steps, and a line for each cell that ends.
+
+    Where stderr is not a terminal, a plain line every minute replaces the bar.
+    """
+
+    def __init__(self, grid: Sequence[Cell], table: CellTable, show: bool) -> None:
+        self._table, self._n_cells, self._show = table, len(grid), show
+        self._done = {cell.folder: cell.steps for cell in grid if cell.folder in table.rows}
+        self._running: dict[Path, Cell] = {}
+        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._printed = time.monotonic()
+        self._bar = tqdm(
+            total=sum(cell.steps for cell in grid),
+            initial=sum(self._done.values()),
+            unit="step",
+            unit_scale=True,
+            smoothing=0.05,
+            disable=not show,
+            dynamic_ncols=self._is_terminal,
+            file=sys.stderr if self._is_terminal else io.StringIO(),
+            mininterval=0.1 if self._is_terminal else _LINE_SECONDS,
+            bar_format=None
+            if self._is_terminal
+            else "{n_fmt}/{total_fmt} steps [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
+        )
+
+    def __enter__(self) -> Display:
+        self.poll()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._show and not self._is_terminal:
+            self.print(str(self._bar))
+        self._bar.close()
+
+    def started(self, cell: Cell) -> None:
+        """Follow the progress of a cell from now on."""
+        self._running[cell.folder] = cell
+
+    def ended(self, ended: Ended) -> None:
+        """Print how a cell ended; one that stopped early counts with all its steps."""
+        cell = ended.cell
+        self._running.pop(cell.folder, None)
+        if ended.outcome == "interrupted":
+            self._done[cell.folder] = _last_step(cell.folder)
+            return
+        self._done[cell.folder] = cell.steps
+        row = self._table.rows[cell.folder]
+        what = f"{row['fate']}: {row['error']}" if row["fate"] == "crashed" else row["fate"]
+        if row["val_loss"] is not None:
+            what += f", validation loss {row['val_loss']:.4f}"
+        if row["seconds"] is not None:
+            what += f", {row['seconds']:.0f} s"
+        place = f"[{len(self._table.rows)}/{self._n_cells}]"
+        self.print(f"{place} {cell.arm}, lr {cell.lr:g}, seed {cell.seed}: {what}")
+        self.poll()
+
+    def print(self, line: str) -> None:
+        """Print a line above the bar; a stderr that cannot be written does not end the ablation."""
+        if self._show and sys.stderr is not None:
+            with suppress(OSError, ValueError):
+                tqdm.write(line, file=sys.stderr)
+
+    def poll(self) -> None:
+        """Update the bar from the logs of the running cells."""
+        if not self._show:
+            return
+        steps = sum(self._done.values())
+        steps += sum(min(_last_step(folder), cell.steps) for folder, cell in self._running.items())
+        self._bar.set_postfix_str(
+            f"{len(self._table.rows)}/{self._n_cells} cells, {len(self._running)} running",
+            refresh=False,
+        )
+        with suppress(OSError, ValueError):
+            self._bar.update(steps - self._bar.n)
+            if self._is_terminal:
+                self._bar.refresh()
+        if not self._is_terminal and time.monotonic() - self._printed >= _LINE_SECONDS:
+            self._printed = time.monotonic()
+            self.print(str(self._bar))
+
+
+def _last_step(folder: Path) -> int:
+    """Return the last step that a run has logged, read from the end of its metrics."""
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(-min(4096, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0
