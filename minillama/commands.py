@@ -29,7 +29,7 @@ from minillama.model.norms import NORM_BUILDERS
 from minillama.model.placement import PLACEMENTS
 from minillama.plugins import load_plugins
 from minillama.registry import unknown_name
-from minillama.sampling import stream
+from minillama.sampling import SamplingOptions, stream
 from minillama.training.checkpoint import load_checkpoint, save_checkpoint
 from minillama.training.stability import remedies
 from minillama.training.trainer import train
@@ -128,9 +128,8 @@ def generate_text(
     shown = decode(prompt_ids)
     yield shown
     started = time.perf_counter()
-    ids = stream(
-        model, prompt_ids, max_new_tokens, temperature, top_k, top_p, seed, {tokenizer.eos_id}
-    )
+    options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    ids = stream(model, prompt_ids, max_new_tokens, stop_ids={tokenizer.eos_id}, **options)
     for token in ids:
         new_ids.append(token)
         text = decode(prompt_ids + new_ids)
