@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from minillama.model.attention import Attention
 from minillama.model.kernels import FusedDecoder, Layer
 from minillama.model.kv_cache import KVCache
+from minillama.model.mlp import MLP
 from minillama.model.norms import RMSNorm
 from minillama.model.projection import Linear, is_hooked
 from minillama.model.transformer import Block, Transformer
@@ -51,7 +53,13 @@ class Decoder:
 
 def _fused(model: Transformer, cache: KVCache) -> FusedDecoder | None:
     """Return the blocks for the C kernel; None if it does not support them."""
-    if any(map(is_hooked, model.modules())) or not isinstance(model.embed_norm, nn.Identity):
+    if (
+        any(map(is_hooked, model.modules()))
+        or type(model) is not Transformer
+        or type(model.embed) is not nn.Embedding
+        or type(model.embed_norm) is not nn.Identity
+        or not model.head_is_plain
+    ):
         return None
     layers = []
     for index, block in enumerate(model.blocks):
@@ -70,6 +78,8 @@ def _layer(block: nn.Module, cache: KVCache, index: int) -> Layer | None:
     if type(block) is not Block:
         return None
     attention, mlp = block.attention, block.mlp
+    if type(attention) is not Attention or type(mlp) is not MLP:
+        return None
     around = (
         block.attention_output_norm,
         block.attention_residual_norm,
@@ -84,7 +94,7 @@ def _layer(block: nn.Module, cache: KVCache, index: int) -> Layer | None:
     if (
         attention_gain is None
         or mlp_gain is None
-        or not all(isinstance(norm, nn.Identity) for norm in around)
+        or not all(type(norm) is nn.Identity for norm in around)
         or not all(type(projection) is Linear for projection in projections)
         or attention.qk_norm != "none"
         or attention.qkv_norm

@@ -19,12 +19,18 @@ from torch.utils.checkpoint import checkpoint
 
 from minillama.config import ModelConfig
 from minillama.model.attention import Attention
-from minillama.model.kernels import IGNORED, LossOptions, linear, linear_cross_entropy
+from minillama.model.kernels import (
+    IGNORED,
+    LossOptions,
+    linear,
+    linear_cross_entropy,
+    logits_cross_entropy,
+)
 from minillama.model.kv_cache import KVCache
 from minillama.model.mlp import MLP
 from minillama.model.norms import build_norm
 from minillama.model.placement import PLACEMENTS
-from minillama.model.projection import Linear
+from minillama.model.projection import Linear, are_plain
 from minillama.model.rope import RotaryEmbedding, Rotation
 
 
@@ -167,8 +173,19 @@ class Transformer(nn.Module):
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Map hidden states (..., D) to logits (..., V)."""
-        logits, cap = linear(x_BTD, self.head_weight), self.config.logit_softcap
+        logits, cap = self._uncapped_logits(x_BTD), self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def _uncapped_logits(self, x_BTD: Tensor) -> Tensor:
+        if self.head_is_plain:
+            return linear(x_BTD, self.head_weight)
+        logits: Tensor = self.lm_head(x_BTD)
+        return logits
+
+    @property
+    def head_is_plain(self) -> bool:
+        """Whether the head is only a product with its weight: no adapter and no hook is on it."""
+        return self.config.tie_embeddings or are_plain(self.lm_head)
 
     @property
     def head_weight(self) -> Tensor:
@@ -182,12 +199,16 @@ class Transformer(nn.Module):
         (Chowdhery 2022, PaLM).  Logits are float32 here (float64 in a float64 model).
         """
         targets_N = targets_BT.flatten()
-        objective, cross_entropy = linear_cross_entropy(
-            self.hidden(tokens_BT).flatten(0, 1),
-            self.head_weight,
-            targets_N,
-            LossOptions(z_loss, self.config.logit_softcap),
-        )
+        options = LossOptions(z_loss, self.config.logit_softcap)
+        x_ND = self.hidden(tokens_BT).flatten(0, 1)
+        if self.head_is_plain:
+            objective, cross_entropy = linear_cross_entropy(
+                x_ND, self.head_weight, targets_N, options
+            )
+        else:
+            logits_NV = self._uncapped_logits(x_ND)
+            objective, cross_entropy = logits_cross_entropy(logits_NV, targets_N, options)
+            cross_entropy = cross_entropy.detach()
         return LossSums(objective, cross_entropy, (targets_N != IGNORED).sum())
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, z_loss: float = 0.0) -> Tensor:

@@ -104,6 +104,25 @@ def test_a_model_that_is_watched_or_changed_is_read_as_it_is() -> None:
     torch.testing.assert_close(logits, model(torch.tensor([tokens]))[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["", "embed", "lm_head", "blocks.1.attention", "blocks.0.mlp"])
+@torch.no_grad()
+def test_a_module_with_a_forward_of_its_class_is_read_as_it_is(name: str) -> None:
+    model = build(torch.float64, tie_embeddings=False)
+    module = model.get_submodule(name)
+    parent: type[torch.nn.Module] = type(module)
+    method = "head" if name == "" else "forward"
+
+    def doubled(self: torch.nn.Module, *args: object) -> torch.Tensor:
+        result: torch.Tensor = getattr(parent, method)(self, *args)
+        return 2 * result
+
+    plain, _ = read_all(model, [1, 2, 3])
+    module.__class__ = type("Doubled", (parent,), {method: doubled})
+    logits, _ = read_all(model, [1, 2, 3])
+    assert not torch.allclose(logits, plain)
+    torch.testing.assert_close(logits, model(torch.tensor([[1, 2, 3]]))[0])
+
+
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @torch.no_grad()
 def test_any_number_of_threads_gives_the_same_bits(

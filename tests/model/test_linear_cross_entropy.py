@@ -166,6 +166,13 @@ def test_a_target_out_of_range_is_refused(
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_targets_of_another_dtype_are_refused(kernels: str, dtype: torch.dtype) -> None:
+    targets = torch.zeros(4, dtype=dtype)
+    with pytest.raises(TypeError, match=r"targets are torch\..*; convert them to torch.int64"):
+        linear_cross_entropy(tensor(4, 5), tensor(7, 5), targets)
+
+
 @pytest.mark.parametrize("n", [0, 8])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_where_no_target_counts_the_loss_is_0(

@@ -219,6 +219,40 @@ def test_the_head_reads_hidden_states_and_a_tied_one_is_the_embedding():
     torch.testing.assert_close(untied(TOKENS), untied.hidden(TOKENS) @ untied.lm_head.weight.T)
 
 
+class Adapted(torch.nn.Module):
+    """A layer with something added, whose ``weight`` is the layer's, as in peft."""
+
+    def __init__(self, layer, added):
+        super().__init__()
+        self.layer, self.added = layer, added
+
+    @property
+    def weight(self):
+        return self.layer.weight
+
+    def forward(self, x):
+        return self.layer(x) + self.added(x)
+
+
+@pytest.mark.parametrize("change", ["adapter", "hook"])
+def test_a_changed_head_counts_in_logits_and_loss(change):
+    model = build(init="fan_in", tie_embeddings=False, logit_softcap=5.0).double()
+    plain = model.hidden(TOKENS) @ model.lm_head.weight.T
+    if change == "adapter":
+        adapter = torch.nn.Linear(16, VOCAB, bias=False, dtype=torch.float64)
+        model.lm_head = Adapted(model.lm_head, adapter)
+        wanted = plain + model.hidden(TOKENS) @ adapter.weight.T
+    else:
+        model.lm_head.register_forward_hook(lambda module, args, logits: 3 * logits)
+        wanted = 3 * plain
+    wanted = 5 * torch.tanh(wanted / 5)
+    torch.testing.assert_close(model(TOKENS), wanted)
+    expected = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), TARGETS.flatten())
+    torch.testing.assert_close(model.loss(TOKENS, TARGETS), expected)
+    model.loss(TOKENS, TARGETS).backward()
+    assert all(weight.grad is not None for weight in model.lm_head.parameters())
+
+
 def test_a_sequence_that_is_too_long_is_refused():
     with pytest.raises(ValueError, match=f"{LENGTH + 1} positions are more than max_seq_len"):
         build()(ids(1, LENGTH + 1))

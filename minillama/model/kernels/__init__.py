@@ -26,6 +26,7 @@ from minillama.model.kernels.cross_entropy import (
     LossOptions,
     linear_cross_entropy,
     linear_cross_entropy_reference,
+    logits_cross_entropy,
 )
 from minillama.model.kernels.decoder import FusedDecoder, Layer
 from minillama.model.kernels.linear import linear, weight_gradient
@@ -47,6 +48,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "logits_cross_entropy",
     "rms_norm",
     "rms_norm_reference",
     "swiglu",

@@ -51,7 +51,13 @@ def linear_cross_entropy_reference(
         targets_N: int64, in 0 … V − 1 or −100.
         options: z-loss and soft-cap.
     """
-    logits_NV = F.linear(x_ND, weight_VD)
+    return logits_cross_entropy(F.linear(x_ND, weight_VD), targets_N, options)
+
+
+def logits_cross_entropy(
+    logits_NV: Tensor, targets_N: Tensor, options: LossOptions = _PLAIN
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of :func:`linear_cross_entropy_reference`, of logits before the soft-cap."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if options.softcap:
         logits_NV = options.softcap * torch.tanh(logits_NV / options.softcap)
@@ -70,7 +76,10 @@ def linear_cross_entropy(
 
     Raises:
         IndexError: a target is out of range.
+        TypeError: the targets are not int64.
     """
+    if targets_N.dtype is not torch.int64:
+        raise TypeError(f"targets are {targets_N.dtype}; convert them to torch.int64 (.long())")
     if torch.compiler.is_compiling() or is_watched():
         objective, cross_entropy = linear_cross_entropy_reference(
             x_ND, weight_VD, targets_N, options
