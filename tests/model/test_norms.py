@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from minillama.config.norms import NormConfig
+from minillama.config.norms import NORM_KINDS, NormConfig
 from minillama.model.norms import (
     Derf,
     DyT,
@@ -437,3 +437,10 @@ def test_an_option_out_of_range_is_refused_at_construction():
             DyT(8, alpha=alpha)
         with pytest.raises(ValueError, match="alpha = "):
             Derf(8, alpha=alpha)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NORM_KINDS if kind != "none"])
+@pytest.mark.parametrize("shape", [(), (2, 1), (2, 7), (8, 2)], ids=str)
+def test_an_input_of_another_width_is_refused(kind, shape):
+    with pytest.raises(ValueError, match="build it for the size of x's last dimension"):
+        build_norm(NormConfig(kind=kind), 8)(torch.ones(shape))
