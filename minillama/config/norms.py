@@ -98,10 +98,10 @@ def _dyt_advice(model: ModelConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class NormKind:
-    """One row of the table: what a config and `minillama norms` need to know of a kind of norm.
+    """One row of the table: what a config and `minillama norms` need to know about a kind of norm.
 
-    ``options`` is the section of its options; ``advice(model)`` returns what is legal in the config
-    of a model with this norm and yet makes a comparison unfair, a line each.
+    ``options`` is the section of its options; ``advice(model)`` returns what is valid in
+    the config of a model with this norm but makes a comparison unfair, one line each.
     """
 
     formula: str

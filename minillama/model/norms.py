@@ -1,4 +1,4 @@
-"""The norms: each opens with its equation, its paper, where ε stands and the order of casts.
+"""The norms, each with its equation, its paper, where ε is added and the order of casts.
 
     kind        formula                          learned, start
     rmsnorm     x / √(mean(x²) + ε) · γ          γ = 1
@@ -12,7 +12,7 @@
 All act on the last dimension, return the dtype and shape they were given, and take their statistics
 in float32 (float64 for float64) whatever the input's dtype.  A constructor draws nothing from a
 random generator.  ``forward`` raises ValueError where the last dimension has another size.
-``register_norm`` adds a kind of your own.
+``register_norm`` adds a kind of yours.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class DyT(nn.Module):
         alpha: α at the start, one learned number.
         alpha_attention: α at the start where ``site`` is ``"attention"``; None: ``alpha``.
         bias: learn β.
-        site: where the norm stands: ``attention``, ``mlp``, ``embed`` or ``final``.
+        site: where the norm is used: ``attention``, ``mlp``, ``embed`` or ``final``.
     """
 
     bias: nn.Parameter | None
@@ -318,7 +318,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def is_builtin(kind: str) -> bool:
-    """Return whether the norm ``kind`` is one of this module, and not a user's own."""
+    """Return whether the norm ``kind`` is one of this module, not registered by a user."""
     return NORM_BUILDERS.get(kind).__module__ == __name__
 
 

@@ -31,7 +31,7 @@ from minillama.model.rope import RotaryEmbedding, Rotation
 class Block(nn.Module):
     """Attention, then MLP: x ← residual_norm(α·x + a·output_norm(f(s·input_norm(x)))) for each f.
 
-    The placement says which of the norms are there and what s, α and a are.
+    The placement determines which of the norms exist and what s, α and a are.
     """
 
     a: nn.Parameter | None
@@ -86,7 +86,7 @@ class LossSums(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer; see the module's drawing.
+    """A decoder-only transformer; the diagram is in the module's docstring.
 
     Args:
         config: its shape; ``vocab_size`` must be set.

@@ -1,4 +1,4 @@
-"""The decoder: each way of reading a token gives the logits of the whole sequence."""
+"""The decoder gives the logits of a forward pass over the whole sequence, on each of its paths."""
 
 from __future__ import annotations
 

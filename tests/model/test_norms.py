@@ -406,7 +406,7 @@ def test_repr_shows_what_differs_from_the_plain_norm(norm, shown):
     assert repr(norm) == shown
 
 
-def test_a_row_of_zeros_stays_so_without_an_eps_also_where_part_is_measured() -> None:
+def test_a_row_of_zeros_stays_zero_without_eps_also_with_partial() -> None:
     norm = RMSNorm(6, eps=0.0, partial=0.5)
     x = torch.tensor([[0.0] * 6, [0.0, 0.0, 0.0, 1.0, 2.0, 3.0], [1.0] * 6])
     assert torch.equal(norm(x)[0], torch.zeros(6))

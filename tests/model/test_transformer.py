@@ -65,7 +65,7 @@ def test_a_missing_vocabulary_size_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("fields", "fault"),
+    ("fields", "error"),
     [
         ({"dim": 18}, "dim = 18: is not divisible by n_heads = 4"),
         ({"dim": 12}, r"head_dim = 3: must be even"),
@@ -74,8 +74,8 @@ def test_a_missing_vocabulary_size_is_refused():
     ],
     ids=str,
 )
-def test_sizes_that_do_not_fit_are_refused(fields, fault):
-    with pytest.raises(ValueError, match=fault):
+def test_sizes_that_do_not_fit_are_refused(fields, error):
+    with pytest.raises(ValueError, match=error):
         config(**fields)
 
 
@@ -148,14 +148,14 @@ def others(model):
     ],
     ids=str,
 )
-def test_configs_that_differ_only_in_norms_start_with_equal_other_weights(norm):
+def test_other_norms_leave_the_initial_weights_equal(norm):
     reference, model = others(build(seed=3)), others(build(seed=3, norm=norm))
     assert model.keys() == reference.keys()
     for name, weight in reference.items():
         assert torch.equal(model[name], weight), name
 
 
-def test_seeds_differ_in_every_matrix_and_matrices_differ_from_each_other():
+def test_seeds_and_matrices_differ_in_their_initial_weights():
     first, second = others(build(seed=0)), others(build(seed=1))
     for name, weight in first.items():
         assert (weight - second[name]).abs().max() > 0.01, name
@@ -326,7 +326,7 @@ def test_z_loss_adds_the_weighted_mean_of_squared_log_z():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_model_of_another_dtype_computes_in_it_and_its_loss_in_float32_or_more(dtype):
+def test_a_model_computes_in_its_dtype_the_loss_in_at_least_float32(dtype):
     model = build(init="fan_in", norm={"qk_norm": "head"})
     expected = model.loss(TOKENS, TARGETS)
     model = model.to(dtype)

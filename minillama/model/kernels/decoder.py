@@ -1,7 +1,7 @@
 """One token of each sequence through all blocks of a pre-norm Llama in one call, for decoding.
 
-Block by block from Python a token takes about 0.9 ms beside its products, at any size of model; a
-model of 15 M parameters reads its weights in 3 ms.  Several sequences read them once for all.
+Block by block from Python, the overhead per token is about 0.9 ms at any size of model, where one
+of 15 M parameters reads its weights in 3 ms.  Several sequences share one read of the weights.
 
 Shapes: B sequences, V vocabulary, D width, G key/value heads, S positions of the cache, K features
 of a head.
