@@ -11,7 +11,6 @@ import shlex
 import socket
 import sys
 from pathlib import Path
-from pathlib import Path
 
 from minillama.errors import MinillamaError, OtherRankError
 

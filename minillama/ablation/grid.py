@@ -144,14 +144,15 @@ def cells(config: AblationConfig) -> list[Cell]:
             found += more
         except ConfigError as error:  # an override that does not fit the config's structure
             found.append(FieldError("", None, str(error)))
-        for error in found:
-            where = "base" if error in base_errors else f"arms.{arm.name}"
-            error = (
-                FieldError(f"{where}: {error.path}", error.value, error.rule)
-                if error.path
-                else FieldError("", None, f"{where}: {error.rule.removeprefix(where + ': ')}")
+        for found_error in found:
+            where = "base" if found_error in base_errors else f"arms.{arm.name}"
+            path, value, rule = found_error.path, found_error.value, found_error.rule
+            named = (
+                FieldError(f"{where}: {path}", value, rule)
+                if path
+                else FieldError("", None, f"{where}: {rule.removeprefix(where + ': ')}")
             )
-            errors.setdefault(str(error), error)
+            errors.setdefault(str(named), named)
         if run is not None:
             for (name, lr, seed), folder in folders.items():
                 if name == arm.name:

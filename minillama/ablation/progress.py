@@ -127,8 +127,9 @@ class Display:
             dynamic_ncols=self._is_terminal,
             file=sys.stderr if self._is_terminal else io.StringIO(),
             mininterval=0.1 if self._is_terminal else _LINE_SECONDS,
-            bar_format=None if self._is_terminal else "{n_fmt}/{total_fmt} steps [{elapsed}<"
-            "{remaining}, {rate_fmt}{postfix}]",
+            bar_format=None
+            if self._is_terminal
+            else "{n_fmt}/{total_fmt} steps [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
         )
 
     def __enter__(self) -> Display:

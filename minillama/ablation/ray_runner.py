@@ -73,7 +73,7 @@ def _connected(address: str) -> Iterator[None]:
     except (ConnectionError, ValueError, RayError) as error:
         raise ConfigError(
             f"runner.address = {address!r}: no Ray cluster responds ({str(error).splitlines()[0]}); "
-            "start one with `ray start --head`, or one on this machine with runner.address=local"
+            "start one with `ray start --head`, or set runner.address=local to start one here"
         ) from None
     try:
         yield

@@ -80,6 +80,10 @@ class Run:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return float(value) if number and value is not None else math.nan
 
+    def has_figure(self, key: str) -> bool:
+        """Whether the summary has a finite number under ``key``."""
+        return math.isfinite(self.figure(key))
+
     @property
     def has_loss(self) -> bool:
         """Whether it ended with a loss worth drawing; that of a diverged run is far too large."""
@@ -233,7 +237,9 @@ def table_row(run: Run, root: Path) -> dict[str, Any]:
     (lost,) = np.nonzero(~np.isfinite(curves.loss + curves.grad_norm) & ~curves.skipped)
     valid = slice(int(lost[0]) + 1 if len(lost) else None)
     applied = ~curves.skipped[valid]
-    gradients = gradient_figures(curves.grad_norm[valid][applied], curves.clipped[valid][applied].tolist())
+    gradients = gradient_figures(
+        curves.grad_norm[valid][applied], curves.clipped[valid][applied].tolist()
+    )
     known = {
         "arm": run.arm,
         "lr": run.lr,

@@ -16,12 +16,9 @@ import torch
 import minillama
 from minillama import launch
 from minillama.config import RunConfig
-from minillama.training.spikes import SPIKE_WINDOW, is_spike
+from minillama.training.spikes import COLLAPSE_MARGIN, SPIKE_WINDOW, is_spike
 
 Fate = Literal["ok", "diverged", "collapsed"]
-
-COLLAPSE_MARGIN = 0.1
-"""Nats by which a model must beat the unigram entropy to have learned more than word counts."""
 
 RECENT = 10
 """How many logged training losses the summary's ``train_loss`` is the mean of."""

@@ -11,6 +11,9 @@ SPIKE_SIGMAS = 6.0
 SPIKE_WINDOW = 128
 """A loss above mean + SPIKE_SIGMAS · σ of the SPIKE_WINDOW finite losses before it is a spike."""
 
+COLLAPSE_MARGIN = 0.1
+"""Nats per token by which a model must beat the unigram entropy so as not to have collapsed."""
+
 FEWEST_BEFORE_A_SPIKE = 16
 """A running count cannot wait for a full window as the report's ``spike_score`` does."""
 

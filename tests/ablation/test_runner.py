@@ -17,8 +17,8 @@ from filelock import FileLock
 
 from minillama.ablation.grid import cells
 from minillama.ablation.pool import Ended, Pool
-from minillama.ablation.runner import dry_run, run
 from minillama.ablation.results import read_sessions
+from minillama.ablation.runner import dry_run, run
 from minillama.config.ablation import AblationConfig, load_ablation
 from minillama.config.run import to_yaml
 from minillama.errors import ConfigError, MinillamaError, RunFolderError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from minillama.ablation.report import write_report
 from minillama.ablation.progress import RunningSession
+from minillama.ablation.report import write_report
 from minillama.ablation.results import Session, read_results, read_sessions
 from minillama.ablation.times import where_time_went
 from minillama.errors import RunFolderError

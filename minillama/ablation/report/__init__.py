@@ -1,0 +1,106 @@
+"""The report of an ablation or of a single run, made from the files of its runs and nothing else.
+
+    folder ──read_results──▶ ──analyse──▶ report.html, report.png, table.tex, cells.parquet
+
+Needs the ``report`` extra: pip install "minillama[report]".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from minillama.ablation.analysis import ArmResult, analyse_arms, compare_arms
+from minillama.ablation.report.page import render
+from minillama.ablation.report.picture import write_picture
+from minillama.ablation.report.prose import FAILED, headline
+from minillama.ablation.results import COLUMNS, Results, read_results, table_row
+from minillama.files import atomic_file, explain_write_errors, write_atomic
+from minillama.formatting import format_number, pluralize
+
+_TEXT_COLUMNS = ("arm", "fate", "run_dir", "config_hash", "weights_hash", "data_hash", "error")
+_INTEGER_COLUMNS = ("seed", "steps", "tokens", "best_step", "n_params", "n_norm_params", "threads")
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write report.html and report.png into ``folder`` and return the path of the page.
+
+    ``folder`` is that of an ablation, finished or not, or of a single run.  An ablation's also gets
+    ``table.tex`` (the table of arms for a paper) and ``cells.parquet`` (``cells.csv`` with types).
+
+    Raises:
+        ConfigError: the folder contains neither an ablation nor a run.
+        RunFolderError: a file of a run is damaged, or the report cannot be written.
+    """
+    results = read_results(folder)
+    arms = analyse_arms(results)
+    comparisons = compare_arms(arms, results.margin)
+    page = results.folder / "report.html"
+    with explain_write_errors(results.folder):
+        write_atomic(page, render(results, arms, comparisons))
+        with atomic_file(results.folder / "report.png") as picture:
+            verdict = headline(results, arms, comparisons)
+            write_picture(picture, results, arms, verdict, _small_print(results))
+        if results.is_ablation:
+            write_atomic(results.folder / "table.tex", latex_table(arms))
+            with atomic_file(results.folder / "cells.parquet") as parquet:
+                cell_table(results).to_parquet(parquet, index=False)
+    return page
+
+
+def _small_print(results: Results) -> str:
+    ended = [run for run in results.runs if run.ended]
+    parts = []
+    for key, noun in (("n_params", "parameter"), ("steps", "step")):
+        values = [int(run.figure(key)) for run in ended if run.figure(key) > 0]
+        if values:
+            parts.append(pluralize(max(values), noun))
+    parts.append(pluralize(len(ended), "run"))
+    crosses = "; crosses: failed runs" if any(run.fate != "ok" for run in ended) else ""
+    return (
+        f"{', '.join(parts)}. Marks: validation; faint: training loss of each step; lines: its "
+        f"running mean{crosses}. Made by minillama."
+    )
+
+
+def cell_table(results: Results) -> pd.DataFrame:
+    """Return the rows of ``cells.csv``, and those of unfinished runs, with types."""
+    rows = [table_row(run, results.folder) for run in results.runs]
+    types = dict.fromkeys(COLUMNS, "float64")
+    types |= dict.fromkeys(_TEXT_COLUMNS, "string") | dict.fromkeys(_INTEGER_COLUMNS, "Int64")
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype(types)
+
+
+def latex_table(arms: Sequence[ArmResult]) -> str:
+    """Return the table of arms for a paper, with the rules of booktabs."""
+    rows = []
+    for arm in arms:
+        plain, trapezoid = arm.mean_sensitivity()
+        loss = format_number(arm.best_loss)
+        if math.isfinite(arm.best_sd):
+            loss += rf" \pm {format_number(arm.best_sd)}"
+        basin = "-"
+        if arm.basin:
+            basin = (r"\ge " if arm.basin.is_open else "") + f"{arm.basin.width:.2f}"
+        rows.append(
+            {
+                "arm": _escape_latex(arm.name),
+                "best LR": f"{arm.best_lr:g}",
+                "loss (nats)": f"${loss}$".replace("−", "-"),
+                "$S$ plain": format_number(plain).replace("–", "--"),
+                "$S$ trapezoid": format_number(trapezoid).replace("–", "--"),
+                "basin (decades)": f"${basin}$",
+                "failed": f"{sum(arm.fates[fate] for fate in FAILED)}/"
+                f"{sum(run.ended for run in arm.runs)}",
+            }
+        )
+    table = pd.DataFrame(rows).to_latex(index=False, escape=False, column_format="lrrrrrr")
+    return f"% needs \\usepackage{{booktabs}}\n{table}"
+
+
+def _escape_latex(text: str) -> str:
+    special = {"\\": r"\textbackslash{}", "^": r"\^{}", "~": r"\~{}"}
+    return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)

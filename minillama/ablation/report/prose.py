@@ -1,0 +1,394 @@
+"""The report's sentences: what the numbers show, no more, and what limits it.
+
+All text here is plain; the page escapes it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minillama.ablation.analysis import ArmResult, Comparison
+from minillama.ablation.measures import BASIN_DEPTH
+from minillama.ablation.results import Results, Run
+from minillama.ablation.statistics import MIN_PAIRS_FOR_SIGN_FLIP
+from minillama.formatting import format_duration, format_number, join_words, pluralize
+from minillama.training.spikes import COLLAPSE_MARGIN, SPIKE_SIGMAS, SPIKE_WINDOW
+
+ALPHA = 0.05
+FAILED = ("diverged", "collapsed")
+PROTOCOL_LRS = 6
+PROTOCOL_SEEDS = 3
+PROTOCOL_BEST_SEEDS = 5
+MOST_NAMED = 4
+"""How many arms the headline names; the findings below it name all."""
+
+
+# ------------------------------------------------------------------------------------- formatting
+
+
+def format_p_value(p: float) -> str:
+    """Return a p value with its relation, such as ``p = .031``."""
+    if math.isnan(p):
+        return "p unknown"
+    text = "p < .001" if p < 0.001 else f"p = {p:.3f}".replace("0.", ".", 1)
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def format_interval(low: float, high: float, digits: int = 3) -> str:
+    """Return an interval, such as ``−0.012 to 0.034``; a dash where there is none."""
+    if not math.isfinite(low):
+        return format_number(math.nan)
+    return f"{format_number(low, digits)} to {format_number(high, digits)}"
+
+
+def join_some(names: Sequence[str]) -> str:
+    """Join the first names and the number of the others, such as ``a, b, c, d and 3 more``.
+
+    Names that contain commas are separated by semicolons.
+    """
+    more = len(names) - MOST_NAMED
+    shown = [*names] if more <= 0 else [*names[:MOST_NAMED], f"{more} more"]
+    if len(shown) < 2 or not any("," in name for name in shown):
+        return join_words(shown)
+    return f"{'; '.join(shown[:-1])}; and {shown[-1]}"
+
+
+_BETWEEN_SETTINGS = re.compile(r"\+(?=[\w.-]+=)")
+"""Separates an arm's name from the value of an axis, and one such value from the next."""
+
+
+def short_names(arms: Sequence[str]) -> dict[str, str]:
+    """Return a short, unique name for each arm.
+
+    ``post+model.n_layers=24+optim.grad_clip=1`` beside the same with 6 layers becomes
+    ``n_layers=24``: parts that all arms share are left out, and of a dotted name only the last part
+    is kept.  Less is cut where a name would become empty or two would become equal.
+    """
+    parts = {arm: _BETWEEN_SETTINGS.split(arm) for arm in arms}
+    shared = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
+    for left_out in (shared, set[str]()):
+        short = {
+            arm: ", ".join(_leaf(part) for part in of_arm if part not in left_out)
+            for arm, of_arm in parts.items()
+        }
+        if all(short.values()) and len(set(short.values())) == len(short):
+            return short
+    return {arm: arm for arm in arms}
+
+
+def _leaf(part: str) -> str:
+    name, equals, value = part.partition("=")
+    return name.rpartition(".")[2] + equals + value
+
+
+# ------------------------------------------------------------------------------------- the verdict
+
+
+def headline(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Comparison]) -> str:
+    """Return the verdict in one sentence, and a second one if runs failed."""
+    if not results.is_ablation:
+        return _single_run(results.runs[0])
+    short = short_names([arm.name for arm in arms])
+    counts = [(sum(arm.fates[fate] for fate in FAILED), len(arm.runs), arm) for arm in arms]
+    counts = sorted((c for c in counts if c[0]), key=lambda c: c[0] / c[1], reverse=True)
+    failed = [f"{short[arm.name]} ({n} of {n_runs})" for n, n_runs, arm in counts]
+    text = _losses(results, comparisons, short)
+    return f"{text} Runs failed in {join_some(failed)}." if failed else text
+
+
+def _losses(results: Results, comparisons: Sequence[Comparison], short: Mapping[str, str]) -> str:
+    if not any(run.ended for run in results.runs):
+        return "No run has ended yet: there is nothing to report."
+    if len(results.arms) == 1:
+        return "One arm: this shows how its loss depends on the learning rate, and compares nothing."
+    if not comparisons:
+        return "No arm can be compared with its baseline yet: they share no finished seed."
+    if all(len(c.seeds) == 1 for c in comparisons):
+        return "One seed proves nothing: every difference in loss shown here may be chance."
+    apart = [c for c in comparisons if c.p_holm < ALPHA]
+    same = [c for c in comparisons if c.same_holm < ALPHA]
+    if not apart and len(same) == len(comparisons):
+        names = join_some([short[c.arm] for c in comparisons])
+        return f"As good as its baseline within ±{results.margin:g} nats per token: {names}."
+    if not apart:
+        return "Not separable: these seeds show no difference between an arm and its baseline."
+    by_size = sorted(apart, key=lambda c: abs(c.mean), reverse=True)
+    lower = [short[c.arm] for c in by_size if c.mean < 0]
+    higher = [short[c.arm] for c in by_size if c.mean > 0]
+    parts = [f"lower loss than its baseline: {join_some(lower)}"] if lower else []
+    parts += [f"higher loss than its baseline: {join_some(higher)}"] if higher else []
+    return _sentence("; ".join(parts), " (each at its own best learning rate).")
+
+
+def findings(
+    results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Comparison]
+) -> list[str]:
+    """Return one sentence for each finding: the loss of each arm, failures, sensitivity."""
+    if not results.is_ablation:
+        return []
+    out = [_comparison(c, results.margin) for c in comparisons]
+    return out + [text for text in (_failures(arms), _sensitivity(arms, comparisons)) if text]
+
+
+def _comparison(c: Comparison, margin: float) -> str:
+    """Compare an arm with its baseline at their best learning rates."""
+    n = len(c.seeds)
+    where = (
+        f"at learning rate {c.lr:g}"
+        if c.lr == c.baseline_lr
+        else f"at their best learning rates ({c.lr:g} and {c.baseline_lr:g})"
+    )
+    side = "below" if c.mean < 0 else "above"
+    gap = f"{format_number(abs(c.mean))} nats per token {side} {c.baseline}"
+    if n == 1:
+        return f"{c.arm} ended {gap} {where}, with one seed: another seed may reverse this."
+    seeds = pluralize(n, "seed")
+    interval = format_interval(c.t95.low, c.t95.high)
+    evidence = f"95% interval {interval}, {seeds}, {format_p_value(c.p_holm)}"
+    sign_flip = (
+        f"A sign-flip test, which assumes less, cannot reach p < {ALPHA:.2f}".replace("0.", ".")
+        + f" with fewer than {MIN_PAIRS_FOR_SIGN_FLIP} pairs."
+        if n < MIN_PAIRS_FOR_SIGN_FLIP
+        else f"The sign-flip test gives {format_p_value(c.p_sign)}."
+    )
+    same = c.same_holm < ALPHA
+    if c.p_holm < ALPHA:
+        small = f" Still, the two are equivalent within ±{margin:g}." if same else ""
+        return f"{c.arm} ended {gap} {where} ({evidence}).{small} {sign_flip}"
+    if same:
+        return (
+            f"{c.arm} and {c.baseline} are equivalent within ±{margin:g} nats per token {where}: "
+            f"the 90% interval of the difference, {format_interval(c.t90.low, c.t90.high)}, lies "
+            f"inside ({seeds}, equivalence {format_p_value(c.same_holm)})."
+        )
+    return (
+        f"{c.arm} and {c.baseline} cannot be distinguished {where}, nor shown equivalent within "
+        f"±{margin:g} nats per token ({evidence}); more seeds would narrow the interval."
+    )
+
+
+def _single_run(run: Run) -> str:
+    loss, start = run.figure("val_loss"), run.figure("init_val_loss")
+    steps = pluralize(int(run.figure("steps")), "step") if run.summary else "no step recorded"
+    if run.fate == "unfinished":
+        return f"This run has not finished ({len(run.curves.steps)} training steps logged so far)."
+    if not math.isfinite(loss):
+        return f"This run ended as {run.fate} after {steps}; it has no validation loss."
+    return (
+        f"Validation loss {format_number(loss)} nats per token after {steps}, from "
+        f"{format_number(start)} at the start ({run.fate}). A single run compares nothing."
+    )
+
+
+def _failures(arms: Sequence[ArmResult]) -> str:
+    parts = []
+    for arm in arms:
+        for fate in (*FAILED, "crashed"):
+            failed = [run for run in arm.runs if run.fate == fate]
+            if failed:
+                lrs = join_words(f"{lr:g}" for lr in sorted({run.lr for run in failed}))
+                parts.append(f"{len(failed)} of {arm.name}'s {len(arm.runs)} {fate} (at {lrs})")
+    if parts:
+        return f"Failures: {'; '.join(parts)}."
+    ended = sum(run.ended for arm in arms for run in arm.runs)
+    return f"Of {pluralize(ended, 'run')} that ended, none diverged or collapsed." if ended else ""
+
+
+def _sensitivity(arms: Sequence[ArmResult], comparisons: Sequence[Comparison]) -> str:
+    known = [arm for arm in arms if arm.sensitivity]
+    if not known:
+        return ""
+    values = [f"{format_number(arm.mean_sensitivity()[0])} for {arm.name}" for arm in known]
+    text = (
+        f"LR sensitivity S over this grid (plain mean; lower is more stable): {join_words(values)}."
+    )
+    paired = [c for c in comparisons if not math.isnan(c.s_t95.low)]
+    if not paired:
+        return f"{text} These are from one seed, so differences between them are unproven."
+    apart = [c.arm for c in paired if c.s_t95.excludes(0)]
+    rest = [c.arm for c in paired if not c.s_t95.excludes(0)]
+    parts = [f"excludes zero for {join_words(apart)}"] if apart else []
+    parts += [f"includes zero for {join_words(rest)}"] if rest else []
+    return f"{text} The 95% interval of its difference to the baseline {'; it '.join(parts)}."
+
+
+def _sentence(text: str, end: str = ".") -> str:
+    return f"{text[0].upper()}{text[1:]}{end}" if text else ""
+
+
+# ------------------------------------------------------------------------------------ the cautions
+
+
+def cautions(results: Results, arms: Sequence[ArmResult]) -> list[str]:
+    """Return what limits the verdict: gaps, edges, a short protocol, unequal conditions."""
+    if not results.is_ablation:
+        return []
+    out = [
+        f"{arm.name}'s best learning rate, {arm.best_lr:g}, is the {arm.edge} of the grid: the true "
+        "best may lie beyond it, so extend the grid before comparing this arm."
+        for arm in arms
+        if arm.edge and any(run.ended for run in arm.runs)
+    ]
+    out += _gaps(results)
+    if len(results.lrs) < PROTOCOL_LRS:
+        out.append(
+            f"{pluralize(len(results.lrs), 'learning rate')}: a sound comparison needs at least "
+            f"{PROTOCOL_LRS}, half a decade apart."
+        )
+    if len(results.seeds) < PROTOCOL_SEEDS:
+        out.append(
+            f"{pluralize(len(results.seeds), 'seed')}: a sound comparison needs at least "
+            f"{PROTOCOL_SEEDS} everywhere and {PROTOCOL_BEST_SEEDS} at each arm's best rate."
+        )
+    return out + _unequal_conditions(results)
+
+
+def _gaps(results: Results) -> list[str]:
+    out = []
+    if results.missing:
+        cells = pluralize(len(results.missing), "cell")
+        out.append(f"{cells} of the grid not run yet.")
+    unfinished = [run for run in results.runs if run.fate == "unfinished"]
+    if unfinished:
+        cells = pluralize(len(unfinished), "cell")
+        out.append(f"{cells} not finished; excluded from every number.")
+    return out + [
+        f"{run.arm} at {run.lr:g}, seed {run.seed}, crashed and is excluded from every number: "
+        f"{run.error or 'no message'}"
+        for run in results.runs
+        if run.fate == "crashed"
+    ]
+
+
+def _unequal_conditions(results: Results) -> list[str]:
+    out = []
+    for key, what in (
+        ("data_hash", "the same batches"),
+        ("weights_hash", "the same initial weights (norms excepted)"),
+    ):
+        seeds = _unequal_seeds(results.runs, key)
+        if seeds:
+            out.append(
+                f"Not all arms had {what}: the hashes differ for seed "
+                f"{join_words(map(str, seeds))}."
+            )
+    trained = [run for run in results.runs if run.fate in ("ok", "collapsed")]
+    tokens = {run.figure("tokens") for run in trained}
+    if len(tokens) > 1:
+        out.append(
+            "The runs were not trained on the same number of tokens "
+            f"({min(tokens):,.0f} to {max(tokens):,.0f})."
+        )
+    for key, what in (
+        ("versions", "versions"),
+        ("threads", "thread counts"),
+        ("device", "devices"),
+    ):
+        if len({repr(run.summary.get(key)) for run in trained}) > 1:
+            out.append(f"The runs were made with different {what}.")
+    return out
+
+
+def _unequal_seeds(runs: Sequence[Run], key: str) -> list[int] | None:
+    """Return the seeds whose runs differ in an entry of the summary; None if it is not recorded."""
+    seen: dict[int, set[Any]] = {}
+    for run in runs:
+        if run.ended:
+            seen.setdefault(run.seed, set()).add(run.summary.get(key))
+    if not seen or any(None in values for values in seen.values()):
+        return None
+    return sorted(seed for seed, values in seen.items() if len(values) > 1)
+
+
+# -------------------------------------------------------------------------------- the small print
+
+SENSITIVITY_MEANING = (
+    "LR sensitivity: the mean over the grid of min(ℓ, ℓ₀), minus the grid's best; ℓ is a run's "
+    "final validation loss, ℓ₀ its arm's loss at init, which also stands for a diverged run. "
+    "Plain: the mean over the grid points. Trapezoid: over log learning rate. It depends on the "
+    "grid."
+)
+BASIN_MEANING = (
+    f"the width in log₁₀ of the learning rates around the best with a loss within {BASIN_DEPTH:g} "
+    "nats per token of it, linear between grid points; ≥ where it reaches the edge of the grid."
+)
+FATES_MEANING = (
+    "diverged: the loss or a gradient was not finite, or the final loss is no lower than at init. "
+    f"Collapsed: the final loss is not {COLLAPSE_MARGIN:g} nats per token below the unigram entropy "
+    "of the corpus, so the model knows little more than token frequencies."
+)
+SPIKES_MEANING = (
+    "the share of steps with a loss or gradient norm that exceeds the mean of the previous "
+    f"{SPIKE_WINDOW} values by {SPIKE_SIGMAS:g} of their standard deviations; a value that is not "
+    "finite counts as one."
+)
+VALIDATION_MEANING = "the whole held-out split, once, at the end of each run."
+
+
+def equal_start(results: Results) -> str:
+    """Say that the arms of each seed had the same batches and initial weights, if they had."""
+    batches = _unequal_seeds(results.runs, "data_hash")
+    weights = _unequal_seeds(results.runs, "weights_hash")
+    if batches is None or weights is None:
+        return "The runs do not record hashes of their batches and initial weights."
+    if batches or weights:
+        return ""
+    return (
+        "With each seed, every arm had the same batches and the same initial weights, norms "
+        "excepted (hashes equal)."
+    )
+
+
+_TIME_PARTS = {
+    "training_seconds": "in training steps",
+    "validation_seconds": "in validation",
+    "starting_seconds": "in starting (process, imports, data, model)",
+}
+"""What a run's summary records of its time; the rest is saving and logging."""
+
+
+def where_time_went(results: Results) -> str:
+    """Say how long the grid and its cells took, and with what; leave out what is not recorded.
+
+    The idle time of the workers is the time that they existed minus that of the cells, so it
+    contains the time of cells that crashed or were killed.
+    """
+    sessions = results.sessions
+    timed = [run for run in results.runs if all(map(run.has_figure, ("seconds", *_TIME_PARTS)))]
+    parts = []
+    if sessions:
+        wall = sum(session.seconds + session.preparing_seconds for session in sessions)
+        preparing = format_duration(sum(session.preparing_seconds for session in sessions))
+        workers = sorted({session.workers for session in sessions})
+        parts.append(
+            f"the ablation took {format_duration(wall)} in {pluralize(len(sessions), 'session')}, "
+            f"{preparing} of it before the first cell, with "
+            f"{join_words(pluralize(n, 'worker') for n in workers)}"
+        )
+    if timed:
+        total = sum(map(_cell_seconds, timed))
+        sums = {key: sum(run.figure(key) for run in timed) for key in _TIME_PARTS}
+        spent = [f"{format_duration(sums[key])} {what}" for key, what in _TIME_PARTS.items()]
+        spent.append(f"{format_duration(total - sum(sums.values()))} in saving and logging")
+        which = "the cells" if len(timed) == len(results.runs) else pluralize(len(timed), "cell")
+        parts.append(f"{which} took {format_duration(total)} together: {join_words(spent)}")
+        if sessions and len(timed) == sum(run.ended for run in results.runs):
+            available = sum(session.seconds * session.workers for session in sessions)
+            parts.append(f"workers were idle for {format_duration(available - total)}")
+    ended = [run for run in results.runs if run.ended and run.has_figure("seconds")]
+    if ended:
+        longest = max(ended, key=_cell_seconds)
+        parts.append(
+            f"the longest cell, {longest.arm}, lr {longest.lr:g}, seed {longest.seed}, "
+            f"took {format_duration(_cell_seconds(longest))}"
+        )
+    return _sentence("; ".join(parts))
+
+
+def _cell_seconds(run: Run) -> float:
+    """Return a run's seconds including its start, which older runs do not record."""
+    starting = run.figure("starting_seconds")
+    return run.figure("seconds") + (starting if math.isfinite(starting) else 0.0)
