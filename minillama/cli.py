@@ -1,44 +1,49 @@
-"""The command line: parsing only.  Every command is one call into the package.
+"""The command line: one table of commands, each of which parses its arguments and makes one call.
 
-A command's module is imported when the command is called, so that ``--help``, ``config show`` and
-every faulty config answer before torch is loaded.
+A command's modules are imported when it is called, so that ``--help``, ``config show`` and every
+error in a config answer before torch is loaded.
 
-Exit status: 0 good; 1 anything not listed; 2 the config or the arguments are wrong; 3 training
+Exit status: 0 success; 1 anything not listed; 2 the config or the arguments are wrong; 3 training
 diverged; 130 interrupted after a clean save.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from minillama import __version__, launch
 from minillama.config import load_config
 from minillama.config.ablation import load_ablation
 from minillama.config.run import json_schema, to_yaml
+from minillama.config.shipped import describe_configs
 from minillama.errors import EXTRAS, ConfigError, MinillamaError, OtherRankError, missing_extra
+from minillama.training.assemble import assemble
 
-EPILOG = "exit status: 0 good; 2 your config or arguments; 3 training diverged; 130 interrupted"
+EPILOG = "exit status: 0 success; 2 config or arguments wrong; 3 training diverged; 130 interrupted"
+
+# ----------------------------------------------------------------- what each command calls
 
 
 def _train(options: Namespace) -> str:
     try:
-        config = load_config(options.config, options.overrides)
+        config = assemble(load_config(options.config, options.overrides))
     except ConfigError as error:
-        raise launch.alike(error) from None
+        raise launch.on_first_rank(error) from None
     from minillama.commands import train_run
 
     return train_run(config, options.resume, options.overwrite, progress=not options.quiet)
 
 
 def _plan(options: Namespace) -> str:
-    config = load_config(options.config, options.overrides)
+    config = assemble(load_config(options.config, options.overrides))
     from minillama.plan.report import as_json, as_text, plan
 
     figures = plan(config, gpu=options.gpu, n_gpus=options.gpus, mfu=options.mfu)
@@ -51,7 +56,7 @@ def _ablate(options: Namespace) -> str:
 
     if options.dry_run:
         return dry_run(config)
-    from minillama.ablation.report import write_report  # before hours of work, should it be missing
+    from minillama.ablation.report import write_report  # a missing extra is found before the work
 
     if config.runner.kind == "ray":
         from minillama.ablation.ray_runner import run as run_on_ray
@@ -79,10 +84,10 @@ def _eval(options: Namespace) -> str:
     )
 
 
-def _generate(options: Namespace) -> str:
-    from minillama.commands import write_text
+def _generate(options: Namespace) -> Iterable[str]:
+    from minillama.commands import generate_text
 
-    write_text(
+    return generate_text(
         options.checkpoint,
         options.prompt,
         options.max_new_tokens,
@@ -91,7 +96,6 @@ def _generate(options: Namespace) -> str:
         options.top_p,
         options.seed,
     )
-    return ""
 
 
 def _export(options: Namespace) -> str:
@@ -105,9 +109,9 @@ def _export(options: Namespace) -> str:
 
 def _import(options: Namespace) -> str:
     if options.source.endswith(".gguf"):
-        from minillama.interop import gguf_import
+        from minillama.interop import gguf
 
-        return gguf_import.import_model(options.source, options.out)
+        return gguf.import_model(options.source, options.out)
     from minillama.interop import huggingface
 
     return huggingface.import_model(options.source, options.out)
@@ -126,14 +130,14 @@ def _bench(options: Namespace) -> str:
 
 
 def _tokenizer_train(options: Namespace) -> str:
-    config = load_config(options.config, options.overrides)
+    config = assemble(load_config(options.config, options.overrides))
     from minillama.commands import train_tokenizer_file
 
     return train_tokenizer_file(config, options.out)
 
 
 def _data_prepare(options: Namespace) -> str:
-    config = load_config(options.config, options.overrides)
+    config = assemble(load_config(options.config, options.overrides))
     from minillama.commands import prepare_data
 
     return prepare_data(config, check=options.check)
@@ -145,12 +149,199 @@ def _norms(options: Namespace) -> str:
     return explain_norms(options.name, options.plugin)
 
 
+def _configs(options: Namespace) -> str:
+    return describe_configs()
+
+
 def _config_show(options: Namespace) -> str:
-    return to_yaml(load_config(options.config, options.overrides)).rstrip()
+    return to_yaml(assemble(load_config(options.config, options.overrides))).rstrip()
 
 
 def _config_schema(options: Namespace) -> str:
     return json_schema()
+
+
+# --------------------------------------------------------------------- the table of commands
+
+
+class Argument(NamedTuple):
+    """What ``add_argument`` is called with."""
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+def _argument(*names: str, **settings: Any) -> Argument:
+    return Argument(names, settings)
+
+
+class Command(NamedTuple):
+    """A command: what it does, an example, the function it calls, its arguments."""
+
+    does: str
+    example: str
+    run: Callable[[Namespace], str | Iterable[str]]
+    arguments: tuple[Argument, ...] = ()
+
+
+QUIET = _argument("-q", "--quiet", action="store_true", help="show no progress and no log lines")
+CONFIG = _argument(
+    "config", metavar="CONFIG", help="a YAML file, a name from `minillama configs`, or a run folder"
+)
+OVERRIDES = _argument("overrides", metavar="a.b=c", nargs="*", default=[], help="set a field")
+CHECKPOINT = _argument(
+    "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run folder (its best checkpoint)"
+)
+OUT = _argument("--out", required=True, metavar="PATH", help="the file or folder to write")
+AS_JSON = _argument("--json", action="store_true", help="print one JSON object")
+
+COMMANDS = {
+    "train": Command(
+        "train a model",
+        "minillama train tiny model.norm.kind=layernorm optim.lr=1e-3",
+        _train,
+        (
+            CONFIG,
+            OVERRIDES,
+            _argument("--resume", action="store_true", help="continue from the last checkpoint"),
+            _argument("--overwrite", action="store_true", help="replace the run in the folder"),
+        ),
+    ),
+    "plan": Command(
+        "estimate the parameters, FLOPs, memory and time of a training run",
+        "minillama plan llama-7b --gpus 64 --gpu h100",
+        _plan,
+        (
+            CONFIG,
+            OVERRIDES,
+            _argument("--gpus", type=int, default=1, metavar="N", help="how many; default: 1"),
+            _argument("--gpu", metavar="NAME", help="h100, cpu, ...; default: this machine's"),
+            _argument("--mfu", type=float, default=0.4, help="share of the peak; default: 0.4"),
+            AS_JSON,
+        ),
+    ),
+    "ablate": Command(
+        "train a grid of arms × learning rates × seeds, and report on it",
+        "minillama ablate quick seeds='[0, 1, 2]'",
+        _ablate,
+        (
+            _argument("config", metavar="CONFIG", help="the YAML file or name of an ablation"),
+            OVERRIDES,
+            _argument("--dry-run", action="store_true", help="list the cells and what they cost"),
+        ),
+    ),
+    "report": Command(
+        "write the report of an ablation, finished or not, or of one run",
+        "minillama report runs/quick",
+        _report,
+        (_argument("folder", metavar="DIR", help="the folder of an ablation or of a run"),),
+    ),
+    "eval": Command(
+        "measure loss, perplexity and bits per byte",
+        "minillama eval runs/tiny --text mybook.txt",
+        _eval,
+        (
+            CHECKPOINT,
+            _argument("--text", metavar="FILE", help="default: the run's own validation split"),
+            _argument("--seq-len", type=int, help="tokens in a window; default: as in training"),
+            _argument("--batch-size", type=int, default=16, help="windows in a batch"),
+            AS_JSON,
+        ),
+    ),
+    "generate": Command(
+        "generate text",
+        'minillama generate runs/tiny --prompt "The file" --temperature 0.8',
+        _generate,
+        (
+            CHECKPOINT,
+            _argument("--prompt", metavar="TEXT", default="", help="the text to continue"),
+            _argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200"),
+            _argument("--temperature", type=float, default=0.8, help="0: greedy; default: 0.8"),
+            _argument("--top-k", type=int, default=50, help="0: all; default: 50"),
+            _argument("--top-p", type=float, help="nucleus sampling; default: off"),
+            _argument("--seed", type=int, help="default: another text each time"),
+        ),
+    ),
+    "export": Command(
+        "write a model for transformers or llama.cpp",
+        "minillama export runs/tiny --to hf --out exported",
+        _export,
+        (
+            CHECKPOINT,
+            _argument("--to", choices=("hf", "gguf"), required=True, help="the format"),
+            OUT,
+            _argument("--dtype", help="hf: float32, bfloat16, float16; gguf: f32, f16, q8_0"),
+        ),
+    ),
+    "convert-norm": Command(
+        "turn a pre-LayerNorm checkpoint into an equivalent pre-RMSNorm one",
+        "minillama convert-norm runs/tiny-layernorm --out converted",
+        _convert_norm,
+        (CHECKPOINT, OUT),
+    ),
+    "import": Command(
+        "turn a transformers folder, or a .gguf file, into a checkpoint",
+        "minillama import some-llama --out imported",
+        _import,
+        (_argument("source", metavar="HF_DIR", help="or a .gguf file"), OUT),
+    ),
+    "tokenizer train": Command(
+        "train the config's sentencepiece tokenizer on its data",
+        "minillama tokenizer train tiny tokenizer.vocab_size=1000 --out my.model",
+        _tokenizer_train,
+        (CONFIG, OVERRIDES, OUT),
+    ),
+    "data prepare": Command(
+        "tokenize the config's data into the cache",
+        "minillama data prepare tiny",
+        _data_prepare,
+        (
+            CONFIG,
+            OVERRIDES,
+            _argument("--check", action="store_true", help="read all files, remake damaged ones"),
+        ),
+    ),
+    "norms": Command(
+        "list norms and placements, or explain one",
+        "minillama norms rmsnorm",
+        _norms,
+        (
+            _argument("name", nargs="?", help="a kind or a placement"),
+            _argument(
+                "--plugin", action="append", default=[], help="a module or .py file with norms"
+            ),
+        ),
+    ),
+    "configs": Command("list the configs that come with minillama", "minillama configs", _configs),
+    "config show": Command(
+        "print the resolved config with every default",
+        "minillama config show tiny optim.lr=1e-3",
+        _config_show,
+        (CONFIG, OVERRIDES),
+    ),
+    "config schema": Command(
+        "print the JSON schema of a run config",
+        "minillama config schema > minillama.schema.json",
+        _config_schema,
+    ),
+    "bench": Command(
+        "compare speeds on this machine: ratios between contenders of one run",
+        "minillama bench norms --threads 1 --json norms.json",
+        _bench,
+        (
+            _argument(
+                "what",
+                nargs="?",
+                default="norms",
+                choices=("norms", "step", "memory", "decode", "ablation"),
+                help="norms: RMSNorm; step: a training step; memory: its peak; "
+                "decode: generation; ablation: cells on one and two workers",
+            ),
+            _argument("--threads", type=int, help="default: 1, then all cores"),
+            _argument("--json", metavar="FILE", help="write the figures to a file as well"),
+        ),
+    ),
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,247 +351,61 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"minillama {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(
-        parent: Any, name: str, does: str, example: str, run: Callable[[Namespace], str]
-    ) -> argparse.ArgumentParser:
-        sub: argparse.ArgumentParser = parent.add_parser(
-            name,
-            help=does,
-            description=f"{does[0].upper()}{does[1:]}.",
-            epilog=f"example:\n  {example}",
+    top = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    groups = {"": top}
+    for name, command in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        if group not in groups:
+            groups[group] = top.add_parser(
+                group, help=f"see minillama {group} --help"
+            ).add_subparsers(required=True, metavar="COMMAND")
+        sub = groups[group].add_parser(
+            last,
+            help=command.does,
+            description=f"{command.does[0].upper()}{command.does[1:]}.",
+            epilog=f"example:\n  {command.example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        sub.set_defaults(run=run)
-        sub.add_argument("-q", "--quiet", action="store_true", help="no progress, no log lines")
-        return sub
-
-    def takes_config(
-        sub: argparse.ArgumentParser, what: str = "a YAML file or a run folder"
-    ) -> None:
-        sub.add_argument("config", metavar="CONFIG", help=what)
-        sub.add_argument(
-            "overrides", metavar="a.b=c", nargs="*", default=[], help="set a field of the config"
-        )
-
-    def takes_checkpoint(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument(
-            "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run folder (its best)"
-        )
-
-    sub = command(
-        commands,
-        "train",
-        "train a model",
-        "minillama train configs/tiny.yaml model.norm.kind=layernorm optim.lr=1e-3",
-        _train,
-    )
-    takes_config(sub)
-    sub.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    sub.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
-
-    sub = command(
-        commands,
-        "plan",
-        "foretell a training's parameters, FLOPs, memory and time",
-        "minillama plan configs/llama-7b.yaml --gpus 64 --gpu h100",
-        _plan,
-    )
-    takes_config(sub)
-    sub.add_argument("--gpus", type=int, default=1, metavar="N", help="how many; default: 1")
-    sub.add_argument("--gpu", metavar="NAME", help="such as h100, or cpu; default: what is here")
-    sub.add_argument("--mfu", type=float, default=0.4, help="share of its peak that is reached")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-    sub = command(
-        commands,
-        "ablate",
-        "train a grid of arms × learning rates × seeds, and report on it",
-        "minillama ablate configs/ablations/quick.yaml seeds='[0, 1, 2]'",
-        _ablate,
-    )
-    takes_config(sub, "a YAML file of an ablation")
-    sub.add_argument("--dry-run", action="store_true", help="list the cells and what they cost")
-
-    sub = command(
-        commands,
-        "report",
-        "write the report of an ablation, or of one run, anew",
-        "minillama report runs/ablations/quick",
-        _report,
-    )
-    sub.add_argument("folder", metavar="DIR", help="the folder of an ablation or of a run")
-
-    sub = command(
-        commands,
-        "eval",
-        "measure loss, perplexity and bits per byte",
-        "minillama eval runs/tiny --text mybook.txt",
-        _eval,
-    )
-    takes_checkpoint(sub)
-    sub.add_argument("--text", metavar="FILE", help="default: the run's own validation split")
-    sub.add_argument("--seq-len", type=int, help="tokens read at once; default: as in training")
-    sub.add_argument("--batch-size", type=int, default=16, help="windows read at once")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-    sub = command(
-        commands,
-        "generate",
-        "let a model write",
-        'minillama generate runs/tiny --prompt "The file" --temperature 0.8',
-        _generate,
-    )
-    takes_checkpoint(sub)
-    sub.add_argument("--prompt", metavar="TEXT", default="", help="the text to continue")
-    sub.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
-    sub.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest each time")
-    sub.add_argument("--top-k", type=int, default=50, help="0: all")
-    sub.add_argument("--top-p", type=float, default=None)
-    sub.add_argument("--seed", type=int, default=None)
-
-    sub = command(
-        commands,
-        "export",
-        "write a model for other tools",
-        "minillama export runs/tiny --to hf --out exported",
-        _export,
-    )
-    takes_checkpoint(sub)
-    sub.add_argument("--to", choices=("hf", "gguf"), required=True)
-    sub.add_argument("--out", required=True, metavar="DIR")
-    sub.add_argument("--dtype", help="hf: float32, bfloat16, float16; gguf: f32, f16, q8_0")
-
-    sub = command(
-        commands,
-        "convert-norm",
-        "turn a pre-LayerNorm checkpoint into an equivalent pre-RMSNorm one",
-        "minillama convert-norm runs/tiny-layernorm --out converted",
-        _convert_norm,
-    )
-    takes_checkpoint(sub)
-    sub.add_argument("--out", required=True, metavar="DIR")
-
-    sub = command(
-        commands,
-        "import",
-        "read a transformers folder, or a .gguf file, as a checkpoint",
-        "minillama import some-llama --out imported",
-        _import,
-    )
-    sub.add_argument("source", metavar="HF_DIR", help="or a .gguf file")
-    sub.add_argument("--out", required=True, metavar="DIR")
-
-    group = commands.add_parser("tokenizer", help="train a tokenizer").add_subparsers(
-        dest="subcommand", required=True, metavar="COMMAND"
-    )
-    sub = command(
-        group,
-        "train",
-        "train the config's sentencepiece tokenizer on its data",
-        "minillama tokenizer train configs/tiny.yaml tokenizer.vocab_size=1000 --out my.model",
-        _tokenizer_train,
-    )
-    takes_config(sub)
-    sub.add_argument("--out", required=True, metavar="FILE", help="the model file to write")
-
-    group = commands.add_parser("data", help="prepare data").add_subparsers(
-        dest="subcommand", required=True, metavar="COMMAND"
-    )
-    sub = command(
-        group,
-        "prepare",
-        "tokenize the config's data into the cache",
-        "minillama data prepare configs/tiny.yaml",
-        _data_prepare,
-    )
-    takes_config(sub)
-    sub.add_argument(
-        "--check", action="store_true", help="read all that is there; make damaged files again"
-    )
-
-    sub = command(
-        commands,
-        "norms",
-        "list norms and placements, or explain one",
-        "minillama norms rmsnorm",
-        _norms,
-    )
-    sub.add_argument("name", nargs="?", help="a kind or a placement")
-    sub.add_argument("--plugin", action="append", default=[], help="a module or .py file of yours")
-
-    group = commands.add_parser("config", help="show a config, or its schema").add_subparsers(
-        dest="subcommand", required=True, metavar="COMMAND"
-    )
-    sub = command(
-        group,
-        "show",
-        "print the resolved config with every default",
-        "minillama config show configs/tiny.yaml optim.lr=1e-3",
-        _config_show,
-    )
-    takes_config(sub)
-    command(
-        group,
-        "schema",
-        "print the JSON schema of a run config",
-        "minillama config schema > minillama.schema.json",
-        _config_schema,
-    )
-
-    sub = command(
-        commands,
-        "bench",
-        "time this machine: ratios between contenders of one run",
-        "minillama bench norms --threads 1 --json norms.json",
-        _bench,
-    )
-    sub.add_argument(
-        "what",
-        nargs="?",
-        default="norms",
-        choices=("norms", "step", "memory", "decode", "ablation"),
-        help="norms: RMSNorm; step: a training step; memory: its peak; decode: generation; "
-        "ablation: cells on one and two workers",
-    )
-    sub.add_argument("--threads", type=int, default=None)
-    sub.add_argument("--json", metavar="FILE", help="write the figures to a file as well")
+        sub.set_defaults(run=command.run, parser=sub)
+        for argument in (*command.arguments, QUIET):
+            sub.add_argument(*argument.names, **argument.settings)
     return parser
 
 
 def _parse(arguments: Sequence[str] | None) -> Namespace:
-    parser = _parser()
+    options, rest = _parser().parse_known_args(arguments)
     # argparse takes no positional after an option, as in `train CONFIG --resume optim.lr=1e-3`.
-    options, rest = parser.parse_known_args(arguments)
     unknown = [a for a in rest if a.startswith("-") or not hasattr(options, "overrides")]
     if unknown:
-        parser.error(f"unknown argument {unknown[0]!r}; see minillama {options.command} --help")
+        options.parser.error(f"unknown argument {unknown[0]!r}")
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
 
 
-def _recorded(options: Namespace) -> str:
+# ----------------------------------------------------------------------- running a command
+
+
+def _run_and_record(options: Namespace) -> str | Iterable[str]:
     """Run a command so that torchrun's report shows the error of the process that failed first.
 
     As soon as one process has left, torchrun sends the others SIGTERM; one that is leaving with an
-    error of its own, or of all, keeps its exit status.
+    error ignores it and so keeps its exit status.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     handler = get_error_handler()
     handler.initialize()
     try:
-        answer: str = options.run(options)
+        answer: str | Iterable[str] = options.run(options)
     except OtherRankError:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise
     except MinillamaError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            raise error.with_traceback(None) from None  # the user's fault is in the line alone
+            raise error.with_traceback(None) from None  # a user's error is in the line alone
         except MinillamaError:
             handler.record_exception(error)
             raise
@@ -408,6 +413,18 @@ def _recorded(options: Namespace) -> str:
         handler.record_exception(error)
         raise
     return answer
+
+
+def _write(text: str) -> None:
+    """Write to stdout at once; raises :class:`_OutputError` where it takes no more."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        raise _OutputError from error
+
+
+class _OutputError(Exception):
+    """Writing to stdout failed; the cause is an OSError."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -421,10 +438,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("minillama").setLevel(level)
     try:
-        answer = options.run(options) if not launch.by_torchrun() else _recorded(options)
-        if answer:
-            print(answer, flush=True)
-    except OtherRankError as error:  # that one says it
+        answer = options.run(options) if not launch.by_torchrun() else _run_and_record(options)
+        for text in [f"{answer}\n"] if isinstance(answer, str) and answer else answer:
+            _write(text)
+    except OtherRankError as error:  # the other process prints it
         return error.exit_status
     except MinillamaError as error:
         print(f"minillama: {error}", file=sys.stderr, flush=True)
@@ -438,11 +455,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("minillama: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has gone, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except _OutputError as error:
+        return _stdout_failed(error.__cause__)
+    except SystemExit as error:
+        print(
+            f"minillama: {options.command} did not finish: a plugin or a library called "
+            f"sys.exit({error.code if error.code is not None else ''})",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 
-def entry_point() -> None:
-    """Run the command that the shell was given."""
-    sys.exit(main())
+def _stdout_failed(error: BaseException | None) -> int:
+    """Return the exit status, with a line unless the reader has left, as in ``| head``."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in the buffer
+    if isinstance(error, BrokenPipeError):
+        return 0
+    print(f"minillama: the output cannot be written: {error}", file=sys.stderr)
+    return 1
+
+
+def _protect_output() -> None:
+    """Make writing to stderr never fail, and to stdout not for a character it cannot encode."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    sys.stderr = launch.SafeStream(stderr)
+
+
+def entry_point(*command: str) -> None:
+    """Run ``command``, if any, with the arguments of the process, and exit with its status."""
+    _protect_output()
+    try:
+        status: Any = main([*command, *sys.argv[1:]])
+    except SystemExit as left:  # argparse, after --help or a wrong argument
+        status = left.code
+    if sys.stdout is not None:
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            status = status or _stdout_failed(error)
+    sys.exit(status)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from textwrap import indent
 
@@ -24,7 +23,7 @@ from minillama.data.sources import open_documents
 from minillama.data.tokenizer import Tokenizer
 from minillama.errors import ConfigError, DivergedError, RunFolderError
 from minillama.evaluation import evaluate
-from minillama.formatting import text_table
+from minillama.formatting import finite_json, text_table
 from minillama.model.convert import layernorm_to_rmsnorm
 from minillama.model.norms import NORMS
 from minillama.model.placement import PLACEMENTS
@@ -42,7 +41,7 @@ def train_run(config: RunConfig, resume: bool, overwrite: bool, *, progress: boo
     """Train, and say how it went, where it is and what to do with it."""
     summary = train(config, resume=resume, overwrite=overwrite, progress=progress)
     if summary["fate"] == "diverged":
-        raise launch.alike(
+        raise launch.on_first_rank(
             DivergedError(
                 f"training diverged: the final validation loss, {summary['val_loss']:.4f}, is no "
                 f"better than at init, {summary['init_val_loss']:.4f}; {remedies(config)}. "
@@ -50,15 +49,15 @@ def train_run(config: RunConfig, resume: bool, overwrite: bool, *, progress: boo
             )
         )
     if launch.rank():
-        return ""  # the main process tells
+        return ""  # rank 0 reports
     lines = []
     if summary["sample"]:
         lines += ["", summary["sample"], ""]
     lines += [
-        f"validation loss {summary['val_loss']:.4f} nats a token, "
+        f"validation loss {summary['val_loss']:.4f} nats per token, "
         f"perplexity {summary['val_perplexity']:.2f}, "
-        f"{summary['val_bits_per_byte']:.3f} bits a byte; fate: {summary['fate']}",
-        f"run folder: {config.out_dir}; let it write: minillama generate {config.out_dir}",
+        f"{summary['val_bits_per_byte']:.3f} bits per byte; fate: {summary['fate']}",
+        f"run folder: {config.out_dir}; generate text: minillama generate {config.out_dir}",
     ]
     return "\n".join(lines)
 
@@ -90,10 +89,10 @@ def evaluate_text(
         batch_size=batch_size,
     )
     if as_json:
-        return json.dumps({**result, "n_bytes": n_bytes})
+        return finite_json({**result, "n_bytes": n_bytes})
     return (
-        f"{what}: loss {result['loss']:.4f} nats a token, perplexity {result['perplexity']:.2f}, "
-        f"{result['bits_per_byte']:.4f} bits a byte "
+        f"{what}: loss {result['loss']:.4f} nats per token, perplexity {result['perplexity']:.2f}, "
+        f"{result['bits_per_byte']:.4f} bits per byte "
         f"({result['n_tokens']} tokens, {n_bytes} bytes)"
     )
 
@@ -108,7 +107,7 @@ def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> NDArray[np.uint3
     return np.concatenate(parts)
 
 
-def write_text(
+def generate_text(
     checkpoint: str,
     prompt: str,
     max_new_tokens: int,
@@ -116,38 +115,32 @@ def write_text(
     top_k: int | None,
     top_p: float | None,
     seed: int | None,
-) -> None:
-    """Print the prompt and what the model makes of it, as it comes."""
+) -> Iterator[str]:
+    """Yield the prompt and its continuation, piece by piece, and log the speed."""
     model, tokenizer, _ = load_checkpoint(checkpoint)
     prompt_ids = tokenizer.encode(prompt, bos=True)
     new_ids: list[int] = []
 
-    def known(ids: list[int]) -> list[int]:
-        # A model brought in may have a larger vocabulary than its tokenizer.
-        return [i for i in ids if i < tokenizer.vocab_size]
+    def decode(ids: list[int]) -> str:
+        # An imported model may have a larger vocabulary than its tokenizer.
+        return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
 
-    shown = tokenizer.decode(prompt_ids)
-    sys.stdout.write(shown)
+    shown = decode(prompt_ids)
+    yield shown
     started = time.perf_counter()
     ids = stream(
         model, prompt_ids, max_new_tokens, temperature, top_k, top_p, seed, {tokenizer.eos_id}
     )
     for token in ids:
         new_ids.append(token)
-        text = tokenizer.decode(known(prompt_ids + new_ids))
-        if not text.endswith(
-            "\N{REPLACEMENT CHARACTER}"
-        ):  # the bytes of a character are not all here
-            sys.stdout.write(text[len(shown) :])
-            sys.stdout.flush()
+        text = decode(prompt_ids + new_ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is still incomplete
+            yield text[len(shown) :]
             shown = text
-    sys.stdout.write(tokenizer.decode(known(prompt_ids + new_ids))[len(shown) :] + "\n")
-    sys.stdout.flush()
+    yield decode(prompt_ids + new_ids)[len(shown) :] + "\n"
     seconds = time.perf_counter() - started
-    print(
-        f"{len(new_ids)} tokens in {seconds:.2f} s, {len(new_ids) / seconds:.0f} tokens/s",
-        file=sys.stderr,
-    )
+    speed = f"{len(new_ids)} tokens in {seconds:.2f} s, {len(new_ids) / seconds:.0f} tokens/s"
+    print(speed, file=sys.stderr)
 
 
 def convert_norm(checkpoint: str, out: str) -> str:
@@ -157,7 +150,7 @@ def convert_norm(checkpoint: str, out: str) -> str:
         raise ConfigError(f"{out} is there already; name another folder")
     twin = layernorm_to_rmsnorm(model)
     save_checkpoint(out, twin, tokenizer, config.model_copy(update={"model": twin.config}))
-    return f"{out}: the same model with RMSNorm; let it write: minillama generate {out}"
+    return f"{out}: the same model with RMSNorm; generate text: minillama generate {out}"
 
 
 def train_tokenizer_file(config: RunConfig, out: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 MISSING = "–"
 """Stands where there is no number."""
@@ -63,3 +65,17 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Return the rows as lines, left-aligned, each column as wide as its widest entry."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def finite_json(figures: Mapping[str, Any]) -> str:
+    """Return one strict JSON object, null for what is not finite and ``not_finite`` naming it.
+
+    ``{"loss": inf}`` becomes ``{"loss": null, "not_finite": {"loss": "inf"}}``.
+    """
+    odd = {
+        key: str(value)
+        for key, value in figures.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
+    kept = {**figures, **dict.fromkeys(odd)}
+    return json.dumps({**kept, "not_finite": odd} if odd else kept, allow_nan=False)

@@ -1,4 +1,4 @@
-"""How this process was started: by torchrun or alone, and on how many CPUs.  Loads no torch.
+"""How this process was started: its ranks, its CPUs, its output streams.  Loads no torch.
 
 A *rank* is one of the processes that train a model together; torchrun numbers them from 0.
 """
@@ -10,59 +10,61 @@ import os
 import shlex
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, TextIO
 
 from minillama.errors import MinillamaError, OtherRankError
 
 
 def by_torchrun() -> bool:
-    """Tell whether torchrun has started this process."""
+    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def rank() -> int:
-    """Return this process's number among all; 0 without torchrun."""
+    """Return this process's rank among all; 0 without torchrun."""
     return int(os.environ["RANK"]) if by_torchrun() else 0
 
 
 def local_rank() -> int:
-    """Return this process's number on its machine; 0 without torchrun."""
+    """Return this process's rank on its machine; 0 without torchrun."""
     return int(os.environ["LOCAL_RANK"]) if by_torchrun() else 0
 
 
 def world_size() -> int:
-    """Return how many processes there are in all; 1 without torchrun."""
+    """Return how many processes torchrun has started in all; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if by_torchrun() else 1
 
 
 def local_world_size() -> int:
-    """Return how many processes there are on this machine; 1 without torchrun."""
+    """Return how many of them run on this machine; 1 without torchrun."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if by_torchrun() else 1
 
 
 def restarts() -> int:
-    """Return how often torchrun has started all processes again because one of them died."""
+    """Return how often torchrun has restarted all processes because one of them died."""
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"]) if by_torchrun() else 0
 
 
-def job() -> str:
-    """Return what stays the same over the restarts of one torchrun, and only there."""
+def job_id() -> str:
+    """Return an id of this torchrun call, the same over its restarts."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{run_id} {socket.gethostname()} {os.getppid()}"
 
 
 def command(*arguments: str) -> str:
-    """Return the command line that runs minillama with ``arguments`` on as many processes."""
+    """Return the command line that runs minillama with ``arguments`` on this many processes."""
     if not by_torchrun():
         return shlex.join(("minillama", *arguments))
     started = ("torchrun", "--nproc-per-node", str(local_world_size()), "-m", "minillama")
     return shlex.join((*started, *arguments))
 
 
-def alike(error: MinillamaError) -> MinillamaError:
-    """Return what to raise for an ``error`` that every rank meets, so that one of a machine tells.
+def on_first_rank(error: MinillamaError) -> MinillamaError:
+    """Return what to raise for an ``error`` that every rank raises, so that it is printed once.
 
-    The others end in silence, with the same exit status.
+    The first rank of each machine raises ``error``; the others end silently with its exit status.
     """
     return error if local_rank() == 0 else OtherRankError(str(error), error.exit_status)
 
@@ -132,3 +134,51 @@ sys.path.insert(min(before, default=len(sys.path)), root)
 sys.argv = [module, *arguments]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
+
+
+class SafeStream:
+    """A text stream whose output is lost where it cannot be written, such as to a full disk.
+
+    Args:
+        stream: where the output goes; None: nowhere.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write ``text`` if that is possible."""
+        with suppress(OSError, ValueError, AttributeError):  # full, closed, missing
+            self._stream.write(text)  # type: ignore[union-attr]
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream if that is possible."""
+        with suppress(OSError, ValueError, AttributeError):
+            self._stream.flush()  # type: ignore[union-attr]
+
+    def isatty(self) -> bool:
+        """Return whether the stream is a terminal."""
+        try:
+            return self._stream is not None and self._stream.isatty()
+        except ValueError:  # closed
+            return False
+
+
+def open_missing_streams() -> None:
+    """Connect closed standard streams to the null device.
+
+    Otherwise the next file that is opened would become stdin, stdout or stderr, and receive what
+    libraries print there.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            stream = os.fdopen(number, mode, encoding="utf-8", closefd=False)
+            setattr(sys, name, stream)

@@ -164,7 +164,7 @@ def _decode(
     for row, ids in enumerate(contexts):
         if not ids:
             raise ConfigError(f"prompt {row} is empty; begin it with the tokenizer's bos id")
-        _check_ids(ids, row, model.config.vocab_size)
+        _check_ids(ids, row, model.config.known_vocab_size)
     if not contexts or not max_new_tokens:
         return
     rows = list(range(len(contexts)))

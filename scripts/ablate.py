@@ -1,8 +1,6 @@
-"""``minillama ablate``, for those who run scripts: python scripts/ablate.py --help."""
+"""The same as ``minillama ablate``: python scripts/ablate.py --help."""
 
-import sys
-
-from minillama.cli import main
+from minillama.cli import entry_point
 
 if __name__ == "__main__":
-    sys.exit(main(["ablate", *sys.argv[1:]]))
+    entry_point("ablate")

@@ -1,8 +1,6 @@
-"""``minillama export``, for those who run scripts: python scripts/export.py --help."""
+"""The same as ``minillama export``: python scripts/export.py --help."""
 
-import sys
-
-from minillama.cli import main
+from minillama.cli import entry_point
 
 if __name__ == "__main__":
-    sys.exit(main(["export", *sys.argv[1:]]))
+    entry_point("export")

@@ -1,8 +1,6 @@
-"""``minillama generate``, for those who run scripts: python scripts/generate.py --help."""
+"""The same as ``minillama generate``: python scripts/generate.py --help."""
 
-import sys
-
-from minillama.cli import main
+from minillama.cli import entry_point
 
 if __name__ == "__main__":
-    sys.exit(main(["generate", *sys.argv[1:]]))
+    entry_point("generate")

@@ -1,8 +1,6 @@
-"""``minillama train``, for those who run scripts: python scripts/train.py --help."""
+"""The same as ``minillama train``: python scripts/train.py --help."""
 
-import sys
-
-from minillama.cli import main
+from minillama.cli import entry_point
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    entry_point("train")

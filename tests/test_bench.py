@@ -85,7 +85,7 @@ def test_the_step_is_compared_with_peers_of_the_same_shape() -> None:
     from minillama.bench import peers, step
 
     shape = step.Shape(dim=64, n_layers=2, vocab_size=40, batch=2, length=16, n_heads=2)
-    config = ModelConfig(dim=64, n_layers=2, vocab_size=40, max_seq_len=16, n_heads=2).resolve()
+    config = ModelConfig(dim=64, n_layers=2, vocab_size=40, max_seq_len=16, n_heads=2)
     count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
     ours = count(Transformer(config))
     assert count(peers.hf_llama(config)) == ours

@@ -13,8 +13,8 @@ PACKAGE = Path(minillama.__file__).parent
 
 LAYERS = [
     ("errors",),
-    ("files", "registry", "checkpoint_folders", "launch", "formatting"),
-    ("plugins",),
+    ("files", "registry", "launch", "formatting"),
+    ("plugins", "progress"),
     ("config",),
     ("model", "data"),
     ("evaluation", "sampling", "plan"),
@@ -29,8 +29,14 @@ LAYERS = [
 """From the ground up.  A part may import from itself and from lower layers, not from beside it."""
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-IMPORTS_IN_FUNCTIONS = {"cli.py", "training/join.py", "training/ranks.py"}
-"""A command loads what it needs; a run of one process, nothing of torch.distributed's engines."""
+IMPORTS_IN_FUNCTIONS = {
+    "cli.py",
+    "training/assemble.py",
+    "training/join.py",
+    "training/ranks.py",
+}
+"""A command loads what it needs; a run of one process, nothing of torch.distributed's engines; a
+config is assembled without torch unless it begins from a checkpoint."""
 UNKNOWN_TO_THE_MODEL = {"RunConfig", "TrainConfig", "OptimConfig", "DataConfig", "TokenizerConfig"}
 
 

@@ -2,6 +2,7 @@ import ast
 import importlib
 import importlib.metadata
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +71,51 @@ def test_the_version_is_that_of_the_installed_package():
 
 def test_the_package_is_typed():
     assert (Path(minillama.__file__).parent / "py.typed").is_file()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Return a folder into which the wheel has been built and installed, without dependencies."""
+    root = Path(minillama.__file__).parents[1]
+    wheels, target = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)]
+    subprocess.run(build, cwd=root, check=True, capture_output=True, timeout=120)
+    [wheel] = wheels.iterdir()
+    install = ["install", "--no-deps", "--no-index", "--quiet", "--target", str(target), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True, timeout=120)
+    return target
+
+
+def test_an_installed_wheel_holds_the_package_and_its_configs(installed):
+    package = Path(minillama.__file__).parent
+
+    def files(folder, pattern="*"):
+        paths = (path.relative_to(folder) for path in folder.rglob(pattern) if path.is_file())
+        return {path for path in paths if "__pycache__" not in path.parts}
+
+    configs = files(package.parent / "configs", "*.yaml")
+    assert files(installed / "minillama") == files(package) | {"configs" / c for c in configs}
+    assert len(configs) > 10
+
+
+def test_an_installed_wheel_finds_its_configs_by_name(installed, tmp_path):
+    code = (
+        "import minillama\n"
+        "from minillama import load_config\n"
+        "from minillama.config.ablation import load_ablation\n"
+        "print(minillama.__file__)\n"
+        "print(load_config('tiny').name, load_ablation('quick').base['name'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=60,
+    )
+    where, names = done.stdout.splitlines()
+    assert Path(where).is_relative_to(installed)
+    assert names == "tiny tiny"

@@ -107,3 +107,11 @@ def test_a_folder_is_no_plugin_file(tmp_path):
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(ConfigError, match="no such file"):
         load_plugins([str(tmp_path / "folder.py")])
+
+
+@pytest.mark.parametrize("status", [0, 1, "'some reason'"])
+def test_a_plugin_that_exits_is_an_error(tmp_path, status):
+    plugin = tmp_path / "leaves.py"
+    plugin.write_text(f"import sys\nsys.exit({status})\n")
+    with pytest.raises(ConfigError, match=r"plugins\.0 = .*leaves\.py.*SystemExit.*\(line 2\)"):
+        load_plugins([str(plugin)])

@@ -15,9 +15,10 @@ from typing import Any
 
 from minillama.config import RunConfig
 from minillama.config.ablation import AblationConfig
-from minillama.config.loading import dotted, override, read_yaml
+from minillama.config.loading import flatten, override, read_yaml
 from minillama.config.run import OWNED_BY_KIND, parse_run, without_derived
 from minillama.errors import ConfigError, FieldError
+from minillama.training.assemble import assemble
 
 SET_BY_GRID = {
     "optim.lr": "lr",
@@ -55,7 +56,6 @@ class Cell:
     @property
     def folder(self) -> Path:
         """The cell's run folder."""
-        assert self.config.out_dir is not None
         return Path(self.config.out_dir)
 
     @property
@@ -112,7 +112,7 @@ def arms(config: AblationConfig) -> list[Arm]:
             suffix = "".join(
                 f"+{short}={_label(value)}" for short, value in zip(shorts, values, strict=True)
             )
-            merged = dict(dotted(overrides)) | dict(dotted(point))
+            merged = flatten(overrides) | flatten(point)
             out.append(Arm(name + suffix, config.baseline + suffix, merged))
     return out
 
@@ -125,7 +125,7 @@ def cells(config: AblationConfig) -> list[Cell]:
             itself are listed once, under ``base: ``.
     """
     base = read_yaml(config.base) if isinstance(config.base, str) else config.base
-    base = override(without_derived(base, "base"), dict(dotted(config.overrides)), OWNED_BY_KIND)
+    base = override(without_derived(base), flatten(config.overrides), OWNED_BY_KIND)
     base = override(base, {"optim.lr": config.lr[0], "train.seed": config.seeds[0]}, {})
     base.pop("out_dir", None)
     base_errors = _checked(base, "base")[1]
@@ -133,7 +133,7 @@ def cells(config: AblationConfig) -> list[Cell]:
     out: list[Cell] = []
     grid_arms = arms(config)
     names = [arm.name for arm in grid_arms]
-    root = Path(config.out_dir or f"runs/{config.name}")
+    root = Path(config.out_dir)
     folders = cell_folders(names, config.lr, config.seeds)
     for arm in grid_arms:
         run, found = None, _forbidden(arm)
@@ -180,7 +180,7 @@ def _cell(
 
 def _checked(raw: Mapping[str, Any], where: str) -> tuple[RunConfig | None, list[FieldError]]:
     try:
-        run = parse_run(raw, where)
+        run = assemble(parse_run(raw, where), where)
         parallel, rule = run.train.parallel, "a cell is trained by one process; leave it out"
         return run, [] if parallel == "none" else [FieldError("train.parallel", parallel, rule)]
     except ConfigError as error:

@@ -27,8 +27,8 @@ from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.progress import CellTable, Display, RunningSession, is_finished
 from minillama.ablation.results import read_results
 from minillama.config.ablation import AblationConfig
-from minillama.config.loading import dotted, read_yaml
-from minillama.config.run import parse_run, to_yaml
+from minillama.config.loading import read_yaml
+from minillama.config.run import deciding_fields, parse_run, to_yaml
 from minillama.data.prepare import prepare
 from minillama.errors import (
     CellsCrashedError,
@@ -43,9 +43,6 @@ from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.training.device import pick_device
 from minillama.training.interrupt import StopSignal
 from minillama.training.loggers import read_metrics
-
-UNCOUNTED = ("name", "out_dir", "loggers")
-"""Fields of a run that do not decide its numbers."""
 
 _POLL_SECONDS = 0.3  # how often the progress and the stop signal are checked
 _TIMED_STEPS = 6  # of each arm, by a dry run
@@ -272,12 +269,12 @@ def _refuse_changed(grid: Sequence[Cell]) -> None:
         if not (cell.folder / "config.yaml").is_file():
             continue
         saved = parse_run(read_yaml(cell.folder), str(cell.folder))
-        before, now = (dict(dotted(c.model_dump(mode="json"))) for c in (saved, cell.config))
+        before, now = map(deciding_fields, (saved, cell.config))
         for name in sorted(before | now):
             was, wanted = before.get(name), now.get(name)
             # The runner chooses between stop and run_on, and no measure depends on it.
             stops = name == "train.on_nonfinite" and "skip" not in (was, wanted)
-            if name not in UNCOUNTED and not stops and was != wanted:
+            if not stops and was != wanted:
                 changed.append(f"{cell.folder} has {name} = {was!r}, not {wanted!r}")
                 break
     if changed:

@@ -24,7 +24,6 @@ from transformers import GenerationConfig
 from minillama.bench.peers import hf_llama
 from minillama.bench.timing import load_average, machine, quartiles, table, torch_threads
 from minillama.config import RunConfig
-from minillama.config.run import resolve
 from minillama.data.tokenizer import ByteTokenizer
 from minillama.interop.gguf import export
 from minillama.model.transformer import Transformer
@@ -92,14 +91,12 @@ def show(result: Mapping[str, Any]) -> str:
 
 
 def _build(model: dict[str, int], folder: Path, length: int) -> tuple[Transformer, Path]:
-    config = resolve(
-        RunConfig.model_validate(
-            {
-                "model": model | {"max_seq_len": max(512, length)},
-                "tokenizer": {"kind": "byte"},
-                "data": {"seq_len": 32},
-            }
-        )
+    config = RunConfig.model_validate(
+        {
+            "model": model | {"max_seq_len": max(512, length)},
+            "tokenizer": {"kind": "byte"},
+            "data": {"seq_len": 32},
+        }
     )
     ours = Transformer(config.model).eval()
     save_checkpoint(folder / "checkpoint", ours, ByteTokenizer(), config)

@@ -20,10 +20,9 @@ logger.disable("x_transformers")  # which has advice on the shape that it is giv
 
 def hf_llama(config: ModelConfig) -> LlamaForCausalLM:
     """Return transformers' Llama of the same shape."""
-    config = config.resolve()
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=config.vocab_size,
+            vocab_size=config.known_vocab_size,
             hidden_size=config.dim,
             num_hidden_layers=config.n_layers,
             num_attention_heads=config.n_heads,
@@ -50,8 +49,6 @@ def hf_step(model: LlamaForCausalLM, call: Any, tokens: Tensor) -> Callable[[], 
 
 def x_transformer(config: ModelConfig) -> TransformerWrapper:
     """Return x-transformers' decoder of the same shape; its gated MLP has a bias more."""
-    config = config.resolve()
-    assert config.ffn_dim is not None
     layers = Decoder(
         dim=config.dim,
         depth=config.n_layers,

@@ -177,10 +177,6 @@ def products(model: Transformer, shape: Shape) -> Callable[[], object]:
     joined as in the model; attention's two forward and four backward, over all T × T.
     """
     config, n = model.config, shape.batch * shape.length
-    assert config.head_dim is not None
-    assert config.n_kv_heads is not None
-    assert config.ffn_dim is not None
-    assert config.vocab_size is not None
     heads = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
     in_block = [
         (heads, config.dim),
@@ -189,7 +185,7 @@ def products(model: Transformer, shape: Shape) -> Callable[[], object]:
         (config.dim, config.ffn_dim),
     ]
     weights = [torch.randn(size) for size in in_block]
-    head = torch.randn(config.vocab_size, config.dim)
+    head = torch.randn(config.known_vocab_size, config.dim)
     inputs = {w.shape: torch.randn(n, w.shape[1]) for w in (*weights, head)}
     grads = {w.shape: torch.randn(n, w.shape[0]) for w in (*weights, head)}
     q, k, v, dy = torch.randn(4, shape.batch, config.n_heads, shape.length, config.head_dim)

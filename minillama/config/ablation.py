@@ -12,20 +12,25 @@ from minillama.config.fields import (
     Name,
     NonNegative,
     NonNegativeFloat,
+    PathText,
     Positive,
     PositiveFloat,
     Seed,
+    expand_home,
 )
 from minillama.config.loading import (
     Section,
     check,
-    dotted,
+    derived,
+    flatten,
     override,
     parse_overrides,
     read_yaml,
     refuse,
+    text_fields,
 )
-from minillama.config.run import OWNED_BY_KIND, without_derived
+from minillama.config.run import OWNED_BY_KIND, RunConfig, without_derived
+from minillama.config.shipped import find_config
 from minillama.errors import FieldError
 from minillama.registry import unknown_name
 
@@ -78,7 +83,9 @@ class AblationConfig(Section):
     """A grid of runs: arms × learning rates × seeds."""
 
     name: Name = "ablation"
-    out_dir: str | None = Field(None, description="the ablation's folder; default: runs/NAME")
+    out_dir: PathText = derived(
+        lambda ablation: f"runs/{ablation['name']}", "the ablation's folder; default: runs/NAME"
+    )
     base: str | dict[str, Any] = Field(
         description="the run config that every cell starts from: a file, seen from this one, or a "
         "mapping"
@@ -110,9 +117,9 @@ class AblationConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> AblationConfig:
-        faults = []
+        errors = []
         if self.baseline not in self.arms:
-            faults.append(
+            errors.append(
                 FieldError("baseline", self.baseline, unknown_name("arm", self.baseline, self.arms))
             )
         lists: dict[str, list[Any]] = {"lr": self.lr, "seeds": self.seeds}
@@ -120,8 +127,8 @@ class AblationConfig(Section):
         for path, values in lists.items():
             names = [f"{value:g}" if path == "lr" else repr(value) for value in values]
             if len(set(names)) < len(names):
-                faults.append(FieldError(path, values, "names a value twice"))
-        refuse(faults)
+                errors.append(FieldError(path, values, "names a value twice"))
+        refuse(errors)
         return self
 
 
@@ -134,16 +141,17 @@ def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationCo
         ConfigError: the file, an override or any entry of the grid itself is wrong.  The runs are
             checked by :func:`minillama.ablation.grid.cells`.
     """
-    path = Path(path)
+    path = find_config(path)
     raw = read_yaml(path)
     if isinstance(raw.get("base"), str):
-        base = path.parent / raw["base"]
-        raw = {**raw, "base": without_derived(read_yaml(base), str(base))}
+        base = path.parent / expand_home(raw["base"])
+        raw = {**raw, "base": without_derived(read_yaml(base))}
     owned = {f"base.{section}": keys for section, keys in OWNED_BY_KIND.items()}
     # The file's overrides go first, so that `base.` on the command line has the last word.
-    raw = _folded(override(_folded(raw), parse_overrides(overrides), owned))
-    config = check(AblationConfig, raw, str(path))
-    return config.model_copy(update={"out_dir": config.out_dir or f"runs/{config.name}"})
+    text = text_fields(AblationConfig)
+    text |= {f"base.{name}": kind for name, kind in text_fields(RunConfig).items()}
+    raw = _folded(override(_folded(raw), parse_overrides(overrides, text), owned))
+    return check(AblationConfig, raw, str(path))
 
 
 def _folded(raw: dict[str, Any]) -> dict[str, Any]:
@@ -151,4 +159,4 @@ def _folded(raw: dict[str, Any]) -> dict[str, Any]:
     base, overrides = raw.get("base"), raw.get("overrides")
     if not isinstance(base, dict) or not isinstance(overrides, dict):
         return raw
-    return {**raw, "base": override(base, dict(dotted(overrides)), OWNED_BY_KIND), "overrides": {}}
+    return {**raw, "base": override(base, flatten(overrides), OWNED_BY_KIND), "overrides": {}}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from minillama.config.loading import NotBool
 
@@ -16,3 +17,13 @@ NonNegativeFloat = Annotated[float, NotBool, Field(ge=0, allow_inf_nan=False)]
 Factor = Annotated[float, NotBool, Field(ge=1, allow_inf_nan=False)]
 Beta = Annotated[float, NotBool, Field(ge=0, lt=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$")]
+expand_home = os.path.expanduser  # where there is no home folder, Path.expanduser raises
+PathText = Annotated[str, AfterValidator(expand_home)]
+"""A path (or a URL), ``~`` being the home folder."""
+
+# What a field decides, said once, as `json_schema_extra` of the field.  Without one of these marks,
+# a change of the field makes another run.
+NO_EFFECT: dict[str, Any] = {"decides": "nothing"}
+"""Two runs that differ in it have the same numbers."""
+RESUMABLE: dict[str, Any] = {"decides": "numbers, but a resumed run may change it"}
+BATCHES: dict[str, Any] = {"decides": "numbers, but not the prepared tokens"}

@@ -1,6 +1,6 @@
 """From a YAML file to a checked, frozen section: the machinery under :mod:`minillama.config`.
 
-    file ──read_yaml──▶ mapping ──override──▶ mapping ──check──▶ Section, or every fault at once
+    file ──read_yaml──▶ mapping ──override──▶ mapping ──check──▶ Section, or every error at once
 
 It knows no field of any config.
 """
@@ -8,12 +8,22 @@ It knows no field of any config.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from minillama.errors import ConfigError, FieldError
@@ -25,22 +35,53 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_derived(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        derived = cls.derived_fields()
+        return {key: v for key, v in raw.items() if v is not None or key not in derived}
 
-def _truth_is_no_number(value: Any) -> Any:
+    @classmethod
+    def derived_fields(cls) -> dict[str, Callable[[dict[str, Any]], Any]]:
+        """Return the fields that default to a formula of the others, with their formulas."""
+        return {
+            name: cast(Callable[[dict[str, Any]], Any], field.default_factory)
+            for name, field in cls.model_fields.items()
+            if field.default_factory_takes_validated_data
+        }
+
+
+def derived(
+    formula: Callable[[dict[str, Any]], Any],
+    description: str,
+    json_schema_extra: dict[str, Any] | None = None,
+) -> Any:
+    """Declare a field that ``formula`` fills in, from the fields above it, unless it is set."""
+    return Field(
+        default_factory=formula,
+        validate_default=False,
+        description=description,
+        json_schema_extra=json_schema_extra,
+    )
+
+
+def _reject_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("must be a number")
     return value
 
 
-NotBool = BeforeValidator(_truth_is_no_number)
+NotBool = BeforeValidator(_reject_bool)
 """On a field that holds a number: pydantic would read true as 1."""
 
 
-def refuse(faults: Sequence[FieldError]) -> None:
-    """Raise ``faults`` (paths relative to the model being validated) as one pydantic error."""
-    if faults:
-        text = "; ".join(map(str, faults)).replace("{", "{{").replace("}", "}}")
-        raise PydanticCustomError("faults", text, {"faults": list(faults)})
+def refuse(errors: Sequence[FieldError]) -> None:
+    """Raise ``errors`` (paths relative to the model being validated) as one pydantic error."""
+    if errors:
+        text = "; ".join(map(str, errors)).replace("{", "{{").replace("}", "}}")
+        raise PydanticCustomError("field_errors", text, {"errors": list(errors)})
 
 
 # --------------------------------------------------------------------------------- YAML, overrides
@@ -56,7 +97,7 @@ class _Loader(yaml.SafeLoader):
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                    None, None, f"the key {key.value!r} appears twice", key.start_mark
                 )
             seen.add(key.value)
         return node
@@ -146,7 +187,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 class Owned(NamedTuple):
-    """What belongs to a section's ``kind``: the fields (None: all), and the kind it has unasked."""
+    """The fields that belong to a section's ``kind`` (None: all), and its default kind."""
 
     fields: Sequence[str] | None
     default_kind: str | None = None
@@ -157,44 +198,64 @@ def override(
 ) -> dict[str, Any]:
     """Return ``raw`` with each dotted name in ``overrides`` set to its value.
 
-    An override that changes a section's ``kind`` drops the settings of the kind before: those of a
-    hub source mean nothing to a list of files.  ``owned_by_kind`` names them by section.  Their
-    order does not matter: a section goes before its fields, and its ``kind`` before the others.
+    An override that changes a section's ``kind`` drops the settings of the previous kind: those of
+    a hub source mean nothing to a list of files.  ``owned_by_kind`` lists them by section.  The
+    order of ``overrides`` does not matter: a section is set before its fields, and its ``kind``
+    before the others.
 
     Raises:
         ConfigError: a name leads through something that is not a section.
     """
     out: dict[str, Any] = json_copy(raw)
-    for *parents, leaf in sorted(
-        (dotted.split(".") for dotted in overrides), key=lambda p: (len(p), p[-1] != "kind")
-    ):
-        dotted = ".".join((*parents, leaf))
-        value = overrides[dotted]
-        section: Any = out
-        for depth, parent in enumerate(parents):
-            if section.get(parent) is None:
-                section[parent] = {}
-            section = section[parent]
-            if not isinstance(section, dict):
-                at = ".".join(parents[: depth + 1])
-                raise ConfigError(f"override {dotted}: {at} is {section!r}, which has no fields")
-        prefix = ".".join(parents)
-        if leaf == "kind" and prefix in owned_by_kind:
-            fields, default_kind = owned_by_kind[prefix]
-            if section.get("kind", default_kind) != value:
-                for key in tuple(section) if fields is None else fields:
-                    section.pop(key, None)
-        section[leaf] = json_copy(value)
+    for path in sorted(overrides, key=lambda p: (p.count("."), not p.endswith(".kind"))):
+        section, _, leaf = path.rpartition(".")
+        if leaf == "kind" and section in owned_by_kind:
+            fields, default_kind = owned_by_kind[section]
+            old = get_path(out, section)
+            if isinstance(old, dict) and old.get("kind", default_kind) != overrides[path]:
+                for key in tuple(old) if fields is None else fields:
+                    old.pop(key, None)
+        set_path(out, path, json_copy(overrides[path]))
     return out
 
 
-def dotted(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings by their dotted names."""
-    for name, value in overrides.items():
-        if isinstance(value, Mapping) and value:
-            yield from dotted(value, f"{prefix}{name}.")
+def parse_overrides(
+    arguments: Iterable[str], text_fields: Mapping[str, type] | None = None
+) -> dict[str, Any]:
+    """Turn ``["optim.lr=1e-3", ...]`` into a mapping of dotted names to values, read as YAML.
+
+    The value of a field in ``text_fields`` (see :func:`text_fields`) is kept as it is written, so
+    that ``name=2026`` and ``out_dir=runs/exp #2`` mean what they say.  Quotes around it are
+    removed, and an empty value, ``~`` and ``null`` mean null.
+
+    Raises:
+        ConfigError: an argument is not of the form ``a.b=value``.
+    """
+    overrides = {}
+    for argument in arguments:
+        path, equals, text = argument.partition("=")
+        if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", path):
+            raise ConfigError(
+                f"{argument!r} is not an override; write a.b=value, as in optim.lr=1e-3"
+            )
+        kind = (text_fields or {}).get(path)
+        if kind is None or text.strip() in ("", "~", "null"):
+            overrides[path] = _parse_yaml(text, f"override {path}")
         else:
-            yield f"{prefix}{name}", value
+            overrides[path] = _parse_text(text, kind)
+    return overrides
+
+
+def _parse_text(text: str, kind: type) -> Any:
+    if text.lstrip().startswith(("'", '"', "[") if kind is list else ("'", '"')):
+        with suppress(ConfigError):  # `'tis` is no YAML
+            value = _parse_yaml(text, "override")
+            if isinstance(value, kind | str):
+                return value
+    return text
+
+
+# ----------------------------------------------------------------- nested mappings by dotted path
 
 
 def json_copy(value: Any) -> Any:
@@ -206,21 +267,48 @@ def json_copy(value: Any) -> Any:
     return value
 
 
-def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
-    """Turn ``["optim.lr=1e-3", ...]`` into a mapping of dotted names to values, read as YAML.
+def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted path; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in raw.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def get_path(raw: Any, path: str) -> Any:
+    """Return the value at a dotted path, or None if there is none."""
+    for key in path.split("."):
+        raw = raw.get(key) if isinstance(raw, Mapping) else None
+    return raw
+
+
+def set_path(raw: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path; sections that are missing or null are added.
 
     Raises:
-        ConfigError: an argument is not of the form ``a.b=value``.
+        ConfigError: the path leads through something that is not a section.
     """
-    overrides = {}
-    for argument in arguments:
-        dotted, equals, text = argument.partition("=")
-        if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", dotted):
-            raise ConfigError(
-                f"{argument!r} is not an override; write a.b=value, as in optim.lr=1e-3"
-            )
-        overrides[dotted] = _parse_yaml(text, f"override {dotted}")
-    return overrides
+    *parents, leaf = path.split(".")
+    section: Any = raw
+    for depth, parent in enumerate(parents):
+        if section.get(parent) is None:
+            section[parent] = {}
+        section = section[parent]
+        if not isinstance(section, dict):
+            at = ".".join(parents[: depth + 1])
+            raise ConfigError(f"override {path}: {at} is {section!r}, which has no fields")
+    section[leaf] = value
+
+
+def delete_path(raw: dict[str, Any], path: str) -> None:
+    """Delete the entry at a dotted path, if there is one."""
+    section, _, leaf = path.rpartition(".")
+    parent = get_path(raw, section) if section else raw
+    if isinstance(parent, dict):
+        parent.pop(leaf, None)
 
 
 # ------------------------------------------------------------------------------------------ check
@@ -261,12 +349,29 @@ def _tag(section: type[BaseModel]) -> str | None:
     return tags[0] if len(tags) == 1 else None
 
 
-def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted name of every field of a config."""
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every field of a config, sections and their fields, with its dotted name."""
     for name, field in model.model_fields.items():
-        yield f"{prefix}{name}"
+        yield f"{prefix}{name}", field
         for section in _sections(field.annotation):
-            yield from _leaves(section, f"{prefix}{name}.")
+            yield from fields_of(section, f"{prefix}{name}.")
+
+
+def text_fields(model: type[BaseModel]) -> dict[str, type]:
+    """Return the dotted names of the fields that hold a string, or a list of strings."""
+
+    def is_text(annotation: Any) -> bool:
+        if get_origin(annotation) is Annotated:
+            return is_text(get_args(annotation)[0])
+        if get_origin(annotation) in (Union, UnionType, list):
+            return all(map(is_text, get_args(annotation)))
+        return annotation in (str, type(None))
+
+    return {
+        path: list if get_origin(field.annotation) is list else str
+        for path, field in fields_of(model)
+        if is_text(field.annotation)
+    }
 
 
 def _no_such_field(model: type[BaseModel], path: str, leaf: str, siblings: list[str]) -> str:
@@ -274,7 +379,7 @@ def _no_such_field(model: type[BaseModel], path: str, leaf: str, siblings: list[
         outer, *inner = leaf.split(".")
         nested = f"{outer}: " + "".join(f"{{{name}: " for name in inner) + "..." + "}" * len(inner)
         return f"no such field; in a file, sections are nested: {nested}"
-    elsewhere = {dotted.rpartition(".")[2]: dotted for dotted in _leaves(model)}
+    elsewhere = {name.rpartition(".")[2]: name for name, _ in fields_of(model)}
     guess = (
         elsewhere.get(leaf)
         or nearest(leaf, siblings)
@@ -309,43 +414,37 @@ def _rule(model: type[BaseModel], error: ErrorDetails, path: str, siblings: list
 
 
 def field_errors(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
-    """Translate pydantic's report on ``model`` into faults with paths that users know."""
-    faults = []
+    """Translate pydantic's report on ``model`` into errors with paths that users know."""
+    errors = []
     for detail in error.errors(include_url=False):
         path, siblings = _follow(model, detail["loc"])
-        if detail["type"] == "faults":
-            for fault in detail["ctx"]["faults"]:
-                faults.append(
+        if detail["type"] == "default_factory_not_called":
+            continue  # a field that its formula needs is wrong, and is reported
+        if detail["type"] == "field_errors":
+            for inner in detail["ctx"]["errors"]:
+                errors.append(
                     FieldError(
-                        ".".join(filter(None, (path, fault.path))),
-                        fault.value,
-                        fault.rule,
-                        ".".join(filter(None, (path, fault.other))) if fault.other else "",
+                        ".".join(filter(None, (path, inner.path))),
+                        inner.value,
+                        inner.rule,
+                        ".".join(filter(None, (path, inner.other))) if inner.other else "",
                     )
                 )
         else:
             value = None if detail["type"] == "missing" else detail["input"]
-            faults.append(FieldError(path, value, _rule(model, detail, path, siblings)))
-    return faults
+            errors.append(FieldError(path, value, _rule(model, detail, path, siblings)))
+    return errors
 
 
-def _innermost(raw: Any, dotted: str) -> str:
-    """Return the path of the innermost entry that holds ``dotted``, or would; empty if none."""
-    there: list[str] = []
-    for key in dotted.split("."):
+def _innermost(raw: Any, path: str) -> str:
+    """Return the longest leading part of ``path`` that ``raw`` has; empty if none."""
+    present: list[str] = []
+    for key in path.split("."):
         if not isinstance(raw, Mapping) or key not in raw:
             break
-        there.append(key)
+        present.append(key)
         raw = raw[key]
-    return ".".join(there)
-
-
-def _delete(raw: dict[str, Any], dotted: str) -> None:
-    *parents, leaf = dotted.split(".")
-    section: Any = raw
-    for parent in parents:
-        section = section.get(parent, {})
-    section.pop(leaf, None)
+    return ".".join(present)
 
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -354,24 +453,24 @@ SectionT = TypeVar("SectionT", bound=Section)
 def check(model: type[SectionT], raw: Mapping[str, Any], where: str) -> SectionT:
     """Build ``model`` from ``raw``, or report everything that is wrong with it.
 
-    A rule about two fields can only be checked once each of them is sound, so the faulty entries
-    are dropped and the rest is looked at again, until nothing is left to drop.
+    A rule about two fields can only be checked once each of them is valid, so the wrong entries are
+    dropped and the rest is checked again, until nothing is left to drop.
 
     Raises:
-        ConfigError: with every fault; ``where`` names the file in its message.
+        ConfigError: with every error; ``where`` names the file in its message.
     """
-    faults: list[FieldError] = []
+    errors: list[FieldError] = []
     rest: dict[str, Any] = json_copy(raw)
     dropped: set[str] = set()
 
-    def is_there(path: str) -> bool:
+    def is_present(path: str) -> bool:
         return bool(path) and _innermost(rest, path) == path
 
-    def is_news(fault: FieldError) -> bool:
-        """Tell a fault of what the user wrote from one of the defaults now in its place."""
-        paths = [f"{path}." for path in (fault.path, fault.other) if path]
+    def is_about_the_input(error: FieldError) -> bool:
+        """Return False for an error about a default that took the place of a dropped entry."""
+        paths = [f"{path}." for path in (error.path, error.other) if path]
         gone = any(path.startswith(f"{hole}.") for path in paths for hole in dropped)
-        return not dropped or (not gone and any(map(is_there, (fault.path, fault.other))))
+        return not dropped or (not gone and any(map(is_present, (error.path, error.other))))
 
     while True:
         try:
@@ -381,19 +480,19 @@ def check(model: type[SectionT], raw: Mapping[str, Any], where: str) -> SectionT
             found = field_errors(error, model)
         except TypeError:
             raise ConfigError(f"{where}: field names must be words") from None
-        faults += filter(is_news, found)
+        errors += filter(is_about_the_input, found)
         holes: set[str] = set()
-        for fault in found:
-            there = set(filter(is_there, (fault.path, fault.other)))
-            # What is missing, or is one item of a list, takes with it what it is missing in.
-            holes |= there or {_innermost(rest, fault.path)}
+        for wrong in found:
+            present = set(filter(is_present, (wrong.path, wrong.other)))
+            # A missing entry, or one item of a list, takes the entry around it along.
+            holes |= present or {_innermost(rest, wrong.path)}
         # Without its kind, a section means nothing.
         holes = {hole.removesuffix(".kind") for hole in holes if hole}
         if not holes:
             break
         for hole in holes:
-            _delete(rest, hole)
+            delete_path(rest, hole)
         dropped |= holes
-    if faults:
-        raise ConfigError.of(where, faults)
+    if errors:
+        raise ConfigError.of(where, errors)
     return config

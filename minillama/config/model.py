@@ -1,7 +1,4 @@
-"""The part of the config that says what shape the model has; norm_config.py has its norms.
-
-What follows from other fields is filled in by ``resolve`` alone.
-"""
+"""The ``model`` section of the config: the shape of the transformer."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from minillama.config.fields import Factor, NonNegativeFloat, Positive, PositiveFloat
-from minillama.config.loading import Section, refuse
+from minillama.config.loading import Section, derived, refuse
 from minillama.config.norms import NormConfig
-from minillama.errors import FieldError
+from minillama.errors import ConfigError, FieldError
 
 
 class LinearRopeScaling(Section):
@@ -48,21 +45,27 @@ class Llama3RopeScaling(Section):
 RopeScaling = Annotated[LinearRopeScaling | Llama3RopeScaling, Field(discriminator="kind")]
 
 
-def _derived(description: str) -> Any:
-    """Declare a field that ``resolve`` fills in where the user leaves it out (or writes null)."""
-    return Field(None, validate_default=False, description=description)
+def _head_dim(model: dict[str, Any]) -> int:
+    """Return dim / n_heads, or 0, which the section refuses, where that is not a whole number."""
+    dim, n_heads = model["dim"], model["n_heads"]
+    return 0 if dim % n_heads else int(dim // n_heads)
 
 
 class ModelConfig(Section):
     """The shape of the transformer."""
 
-    vocab_size: Positive = _derived("ids in all; default: the tokenizer's")
+    vocab_size: Positive | None = Field(None, description="ids in all; default: the tokenizer's")
     dim: Positive = Field(128, description="width of the residual stream")
     n_layers: Positive = 4
     n_heads: Positive = 4
-    n_kv_heads: Positive = _derived("heads of keys and values (GQA); default: n_heads")
-    head_dim: Positive = _derived("features of a head; default: dim / n_heads")
-    ffn_dim: Positive = _derived("inner width of the MLP; default: 8/3 dim, rounded up to 32")
+    n_kv_heads: Positive = derived(
+        lambda model: model["n_heads"], "heads of keys and values (GQA); default: n_heads"
+    )
+    head_dim: Positive = derived(_head_dim, "features of a head; default: dim / n_heads")
+    ffn_dim: Positive = derived(
+        lambda model: 32 * math.ceil(model["dim"] * 8 / 3 / 32),
+        "inner width of the MLP; default: 8/3 dim, rounded up to 32",
+    )
     max_seq_len: Positive = Field(256, description="longest context in tokens")
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -82,44 +85,31 @@ class ModelConfig(Section):
     )
     norm: NormConfig = NormConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_means_derived(cls, raw: Any) -> Any:
-        derived = ("vocab_size", "n_kv_heads", "head_dim", "ffn_dim")
-        if not isinstance(raw, dict):
-            return raw
-        return {key: value for key, value in raw.items() if value is not None or key not in derived}
-
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
-        faults = []
-        if self.head_dim is None and self.dim % self.n_heads:
+        errors = []
+        if self.head_dim == 0:
             rule = f"is not divisible by n_heads = {self.n_heads}; change one, or set head_dim"
-            faults.append(FieldError("dim", self.dim, rule, "n_heads"))
-        elif (self.head_dim or self.dim // self.n_heads) % 2:
-            size = self.head_dim or self.dim // self.n_heads
-            rule = "must be even, since RoPE turns pairs of features"
-            rule += "" if self.head_dim else " (head_dim is dim / n_heads)"
-            faults.append(FieldError("head_dim", size, rule))
-        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
+            errors.append(FieldError("dim", self.dim, rule, "n_heads"))
+        elif self.head_dim % 2:
+            rule = "must be even, since RoPE rotates pairs of features (default: dim / n_heads)"
+            errors.append(FieldError("head_dim", self.head_dim, rule))
+        if self.n_heads % self.n_kv_heads:
             rule = f"is not divisible by n_kv_heads = {self.n_kv_heads}"
-            faults.append(FieldError("n_heads", self.n_heads, rule, "n_kv_heads"))
-        refuse(faults)
+            errors.append(FieldError("n_heads", self.n_heads, rule, "n_kv_heads"))
+        refuse(errors)
         return self
 
-    def resolve(self, vocab_size: int | None = None) -> ModelConfig:
-        """Return a copy with every field filled in that follows from others, or from the tokenizer.
+    @property
+    def known_vocab_size(self) -> int:
+        """``vocab_size``, of which a model needs to know the number.
 
-        Without ``vocab_size`` that one may stay open: a single block needs none.
+        Raises:
+            ConfigError: it is not set.
         """
-        return self.model_copy(
-            update={
-                "vocab_size": self.vocab_size or vocab_size,
-                "n_kv_heads": self.n_kv_heads or self.n_heads,
-                "head_dim": self.head_dim or self.dim // self.n_heads,
-                "ffn_dim": self.ffn_dim or 32 * math.ceil(self.dim * 8 / 3 / 32),
-            }
-        )
+        if self.vocab_size is None:
+            raise ConfigError("model.vocab_size is not set; set it to the tokenizer's vocab_size")
+        return self.vocab_size
 
 
 def advice(model: ModelConfig) -> list[str]:

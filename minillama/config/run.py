@@ -1,23 +1,21 @@
 """The config of a run: every field, its default, its rule; from YAML, overridden by dotted names.
 
-The model's own fields stand in model_config.py and norm_config.py.
+    file.yaml ──read──▶ mapping ──overrides──▶ mapping ──check──▶ RunConfig
 
-    file.yaml ──read──▶ mapping ──overrides──▶ mapping ──check──▶ RunConfig ──resolve──▶ RunConfig
+``check`` reports every error at once.  Each section fills in what follows from its own fields; only
+the size of a vocabulary may still be missing, where a file has to be read for it
+(:mod:`minillama.training.assemble`).  The sections are frozen: they never change.
 
-``check`` reports every fault at once.  ``resolve`` alone fills in what follows
-from other fields (vocabulary size, head dim, ...); after it nothing changes: the models are frozen.
-
-This module imports no torch, so that a faulty config is refused in well under a second.
+This module imports no torch, so that a wrong config is refused in well under a second.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import sentencepiece
 from pydantic import (
     Field,
     StringConstraints,
@@ -25,12 +23,15 @@ from pydantic import (
     model_validator,
 )
 
-from minillama.checkpoint_folders import CONFIG, TOKENIZER, resolve_checkpoint
 from minillama.config.fields import (
+    BATCHES,
+    NO_EFFECT,
+    RESUMABLE,
     Beta,
     Name,
     NonNegative,
     NonNegativeFloat,
+    PathText,
     Positive,
     PositiveFloat,
     Seed,
@@ -40,15 +41,22 @@ from minillama.config.loading import (
     Owned,
     Section,
     check,
+    delete_path,
+    derived,
     dump_yaml,
+    fields_of,
+    flatten,
+    get_path,
     json_copy,
     override,
     parse_overrides,
     read_yaml,
     refuse,
+    text_fields,
 )
 from minillama.config.model import ModelConfig
-from minillama.errors import ConfigError, FieldError
+from minillama.config.shipped import find_config
+from minillama.errors import FieldError
 from minillama.plugins import load_plugins
 
 BYTE_VOCAB_SIZE = 259  # unk, bos, eos and the 256 bytes
@@ -56,6 +64,13 @@ MIN_BPE_VOCAB_SIZE = 270  # unk, bos, eos, the 256 bytes and a little to learn
 DEFAULT_BPE_VOCAB_SIZE = 512
 
 # --------------------------------------------------------------------------- tokenizer and data
+
+
+def _tokenizer_size(tokenizer: dict[str, Any]) -> int | None:
+    if tokenizer["kind"] == "byte":
+        return BYTE_VOCAB_SIZE
+    trained = tokenizer["kind"] == "bpe" and tokenizer["path"] is None
+    return DEFAULT_BPE_VOCAB_SIZE if trained else None
 
 
 class TokenizerConfig(Section):
@@ -66,28 +81,32 @@ class TokenizerConfig(Section):
         description="bpe: sentencepiece, trained on the data; byte: one id per UTF-8 byte; json or "
         "none: what an imported model brings, a tokenizer.json or nothing",
     )
-    vocab_size: Positive | None = Field(None, description="ids in all; bpe only, default 512")
-    path: str | None = Field(None, description="a sentencepiece model to use instead of training")
+    path: PathText | None = Field(
+        None, description="a sentencepiece model to use instead of training"
+    )
+    vocab_size: Positive | None = derived(
+        _tokenizer_size, "ids in all; default: 512 for bpe, or what the model at path has"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> TokenizerConfig:
-        faults = []
+        errors = []
         if self.kind == "byte":
-            if self.vocab_size not in (None, BYTE_VOCAB_SIZE):
+            if self.vocab_size != BYTE_VOCAB_SIZE:
                 rule = f"a byte tokenizer always has {BYTE_VOCAB_SIZE} ids; leave this out"
-                faults.append(FieldError("vocab_size", self.vocab_size, rule))
+                errors.append(FieldError("vocab_size", self.vocab_size, rule))
             if self.path is not None:
-                faults.append(FieldError("path", self.path, "a byte tokenizer has no file"))
+                errors.append(FieldError("path", self.path, "a byte tokenizer has no file"))
         elif self.kind != "bpe":
             if self.vocab_size is None:
-                rule = f"is required; a {self.kind} tokenizer comes from `minillama import` alone"
-                faults.append(FieldError("vocab_size", None, rule))
-        elif self.path is None and (self.vocab_size or DEFAULT_BPE_VOCAB_SIZE) < MIN_BPE_VOCAB_SIZE:
+                rule = f"is required; a {self.kind} tokenizer comes only from `minillama import`"
+                errors.append(FieldError("vocab_size", None, rule))
+        elif self.path is None and (self.vocab_size or 0) < MIN_BPE_VOCAB_SIZE:
             rule = (
                 f"must be at least {MIN_BPE_VOCAB_SIZE}: 256 bytes, 3 special ids and some pieces"
             )
-            faults.append(FieldError("vocab_size", self.vocab_size, rule))
-        refuse(faults)
+            errors.append(FieldError("vocab_size", self.vocab_size, rule))
+        refuse(errors)
         return self
 
     @property
@@ -106,7 +125,7 @@ class FilesSource(Section):
     """The user's own files, or URLs of files."""
 
     kind: Literal["files"]
-    files: Annotated[list[str], Field(min_length=1)]
+    files: Annotated[list[PathText], Field(min_length=1)]
     format: Literal["text", "json", "csv", "parquet"] = Field(
         "text", description="text: each file is one document; else each row is one"
     )
@@ -138,7 +157,9 @@ class DataConfig(Section):
     """Where text comes from and how it is cut."""
 
     source: Source = PydocsSource(kind="pydocs")
-    seq_len: Positive = Field(128, description="tokens in a training window")
+    seq_len: Positive = Field(
+        128, description="tokens in a training window", json_schema_extra=BATCHES
+    )
     val_fraction: Annotated[float, NotBool, Field(gt=0, lt=1)] = Field(
         0.05, description="share of the text's bytes that is held out"
     )
@@ -154,7 +175,9 @@ class DataConfig(Section):
         "default: one file for each split, of documents that are shuffled first",
     )
     workers: Annotated[int, NotBool, Field(ge=0, le=256)] = Field(
-        0, description="processes that prepare shards; 0: none but this one; the result is the same"
+        0,
+        description="processes that prepare shards; 0: this one alone; the result is the same",
+        json_schema_extra=NO_EFFECT,
     )
 
     @model_validator(mode="after")
@@ -190,15 +213,18 @@ class OptimConfig(Section):
 
 
 class TrainConfig(Section):
-    """The length of the run, its machine and what it leaves behind."""
+    """The length of the run, its machine and what it writes."""
 
-    steps: Positive = 1000
+    steps: Positive = Field(1000, json_schema_extra=RESUMABLE)
     batch_size: Positive = Field(16, description="windows in a step")
-    micro_batch_size: Positive | None = Field(
-        None, description="windows in a forward pass; gradients of a step add up; default: all"
+    micro_batch_size: Positive = derived(
+        lambda train: train["batch_size"],
+        "windows in a forward pass; gradients of a step add up; default: batch_size",
     )
     seed: Seed = Field(0, description="of initial weights and of the order of batches")
-    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = Field(
+        "auto", json_schema_extra=RESUMABLE
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
         description="bfloat16, float16: autocast; weights and optimizer stay float32. float16 "
@@ -208,57 +234,80 @@ class TrainConfig(Section):
         False,
         description="torch.compile the model; on a CPU slower than the C kernels, whose place it "
         "takes",
+        json_schema_extra=RESUMABLE,
     )
     profile: NonNegative = Field(
-        0, description="steps to trace, after the first three, into trace.json in the run folder"
+        0,
+        description="steps to trace, after the first three, into trace.json in the run folder",
+        json_schema_extra=NO_EFFECT,
     )
     recompute: bool = Field(
         False,
         description="activation checkpointing: keep each block's input alone and run it anew in "
         "the backward pass; less memory, about a third more time",
+        json_schema_extra=RESUMABLE,
     )
     parallel: Literal["none", "ddp", "fsdp"] = Field(
         "none",
         description="how the processes that torchrun starts share the work: ddp: each has the "
         "model whole and a part of the batch; fsdp: each has a part of the model as well",
+        json_schema_extra=RESUMABLE,
     )
     eval_every: NonNegative = Field(
-        100, description="steps between validations; 0: at both ends only"
+        100,
+        description="steps between validations; 0: at both ends only",
+        json_schema_extra=RESUMABLE,
     )
     save_every: NonNegative = Field(
         0,
         description="steps between checkpoints; 0: only at the end and where a validation is best",
+        json_schema_extra=NO_EFFECT,
     )
-    keep_last: Positive = Field(2, description="newest checkpoints to keep, besides the best")
-    log_every: Positive = Field(1, description="steps between training lines in metrics.jsonl")
-    probe_every: NonNegative = Field(0, description="steps between probe lines; 0: none")
+    keep_last: Positive = Field(
+        2, description="newest checkpoints to keep, besides the best", json_schema_extra=NO_EFFECT
+    )
+    log_every: Positive = Field(
+        1, description="steps between training lines in metrics.jsonl", json_schema_extra=RESUMABLE
+    )
+    probe_every: NonNegative = Field(
+        0, description="steps between probe lines; 0: none", json_schema_extra=RESUMABLE
+    )
     on_nonfinite: Literal["stop", "skip", "run_on"] = Field(
         "stop",
         description="at a loss or gradient that is not finite: stop before the update; skip it, "
         "the step counts and its batch is used up; or make it and run on to the end, the run's "
         "fate is certain from there on",
+        json_schema_extra=RESUMABLE,
     )
     max_skips: NonNegative = Field(
-        10, description="updates in a row that may be skipped; at one more the run stops"
+        10,
+        description="updates in a row that may be skipped; at one more the run stops",
+        json_schema_extra=RESUMABLE,
     )
-    sample_prompt: str | None = Field(None, description="text to continue at the end of the run")
+    sample_prompt: str | None = Field(
+        None, description="text to continue at the end of the run", json_schema_extra=NO_EFFECT
+    )
 
 
 class RunConfig(Section):
     """One training run."""
 
-    name: Name = "run"
-    out_dir: str | None = Field(None, description="the run folder; default: runs/NAME")
-    plugins: list[str] = Field(
+    name: Name = Field("run", json_schema_extra=NO_EFFECT)
+    out_dir: PathText = derived(
+        lambda run: f"runs/{run['name']}", "the run folder; default: runs/NAME", NO_EFFECT
+    )
+    plugins: list[PathText] = Field(
         default_factory=list, description="modules or .py files that register norms of your own"
     )
-    init_from: str | None = Field(
+    init_from: PathText | None = Field(
         None,
         description="a checkpoint to begin from: its model, but for what is set here of model.norm "
         "and model.max_seq_len, and its tokenizer",
     )
     loggers: list[Literal["tensorboard"]] = Field(
-        default_factory=list, description="besides metrics.jsonl, which is always written"
+        default_factory=list,
+        description="besides metrics.jsonl, which is always written",
+        json_schema_extra=NO_EFFECT,
     )
     model: ModelConfig = ModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -266,27 +315,40 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
 
+    @field_validator("plugins")
+    @classmethod
+    def _files_from_any_folder(cls, plugins: list[str]) -> list[str]:
+        return [str(Path(p).absolute()) if p.endswith(".py") else p for p in plugins]
+
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
-        faults = []
+        errors = []
         inherits = self.init_from is not None and "max_seq_len" not in self.model.model_fields_set
         if self.data.seq_len > self.model.max_seq_len and not inherits:
             rule = f"is above model.max_seq_len = {self.model.max_seq_len}; lower it or raise that"
-            faults.append(FieldError("data.seq_len", self.data.seq_len, rule, "model.max_seq_len"))
+            errors.append(FieldError("data.seq_len", self.data.seq_len, rule, "model.max_seq_len"))
         if self.optim.warmup_steps > self.train.steps:
             rule = f"the warm-up is longer than the run, train.steps = {self.train.steps}"
-            faults.append(
+            errors.append(
                 FieldError("optim.warmup_steps", self.optim.warmup_steps, rule, "train.steps")
             )
-        micro = self.train.micro_batch_size
-        if micro is not None and self.train.batch_size % micro:
+        if self.train.batch_size % self.train.micro_batch_size:
             rule = f"does not divide train.batch_size = {self.train.batch_size}"
-            faults.append(FieldError("train.micro_batch_size", micro, rule, "train.batch_size"))
-        refuse(faults)
+            micro = FieldError(
+                "train.micro_batch_size", self.train.micro_batch_size, rule, "train.batch_size"
+            )
+            errors.append(micro)
+        size, needed = self.model.vocab_size, self.tokenizer.vocab_size
+        if size is not None and needed is not None and size < needed and self.init_from is None:
+            rule = f"is smaller than the tokenizer's {needed} ids; leave it out"
+            errors.append(FieldError("model.vocab_size", size, rule, "tokenizer.vocab_size"))
+        refuse(errors)
+        if size is None and self.init_from is None:
+            self.__dict__["model"] = self.model.model_copy(update={"vocab_size": needed})
         return self
 
 
-# ------------------------------------------------------------------------------------ load, resolve
+# ------------------------------------------------------------------------------------------- load
 
 OWNED_BY_KIND = {
     "data.source": Owned(None, "pydocs"),
@@ -294,7 +356,7 @@ OWNED_BY_KIND = {
     "tokenizer": Owned(("vocab_size", "path"), "bpe"),
     "model.norm": Owned(("options",), "rmsnorm"),
 }
-"""What goes when an override changes a section's ``kind``."""
+"""The settings that an override of a section's ``kind`` drops."""
 
 
 def load_plugins_of(raw: Mapping[str, Any]) -> None:
@@ -309,186 +371,72 @@ def load_plugins_of(raw: Mapping[str, Any]) -> None:
 
 
 def parse_run(raw: Mapping[str, Any], where: str) -> RunConfig:
-    """Check a run config given as a mapping and resolve it.
+    """Check a run config given as a mapping.
 
     Raises:
-        ConfigError: with every fault; ``where`` names the config in its message.
+        ConfigError: with every error; ``where`` names the config in its message.
     """
     load_plugins_of(raw)
-    return resolve(check(RunConfig, raw, where), where)
-
-
-DERIVED = (
-    "out_dir",
-    "tokenizer.vocab_size",
-    "model.vocab_size",
-    "model.n_kv_heads",
-    "model.head_dim",
-    "model.ffn_dim",
-    "train.micro_batch_size",
-)
-"""What ``resolve`` fills in where the user leaves it out, each before what follows from it."""
-
-
-def without_derived(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a resolved config less what would be filled in again just so; any other as it is.
-
-    So a run's own config.yaml can be overridden like the file it came from: ``model.dim=128`` alone
-    makes a model with heads and an MLP to match, and does not keep those of the old width.
-    """
-    rest: dict[str, Any] = json_copy(raw)
-    if any(_value(rest, path) is None for path in DERIVED):
-        return rest  # a user wrote it: every entry is meant
-    for path in DERIVED:
-        less = json_copy(rest)
-        *sections, leaf = path.split(".")
-        del (less[sections[0]] if sections else less)[leaf]
-        try:
-            if _value(parse_run(less, where).model_dump(mode="json"), path) == _value(rest, path):
-                rest = less
-        except ConfigError:
-            continue  # it is needed, or the fault is another's, who will be told
-    return rest
-
-
-def _value(raw: Mapping[str, Any], path: str) -> Any:
-    value: Any = raw
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
+    return check(RunConfig, raw, where)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a run config, apply dotted ``overrides`` such as ``"optim.lr=1e-3"``, check, resolve.
+    """Read a run config, apply dotted ``overrides`` such as ``"optim.lr=1e-3"``, check it.
 
-    ``path`` is a YAML file, or a run folder, whose ``config.yaml`` is read.  There, what was filled
-    in is filled in anew where an override changes what it follows from.
+    ``path`` is a YAML file, the name of a shipped config, or a run folder, whose ``config.yaml`` is
+    read.  There, what was filled in follows an override: ``model.dim=128`` alone gives heads and an
+    MLP to match.
 
     Raises:
         ConfigError: the file, an override or any entry is wrong; all entries at once.
     """
-    raw, changes = read_yaml(path), parse_overrides(overrides)
+    path = find_config(path)
+    raw, changes = read_yaml(path), parse_overrides(overrides, text_fields(RunConfig))
     if changes:
-        raw = without_derived(raw, str(path))
+        raw = without_derived(raw)
     return parse_run(override(raw, changes, OWNED_BY_KIND), str(path))
 
 
-def resolve(config: RunConfig, where: str = "config") -> RunConfig:
-    """Fill in all that follows from other fields; resolving twice changes nothing.
+def without_derived(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a resolved config without the fields that equal their own formula.
 
-    Raises:
-        ConfigError: fields that only now can be compared do not fit.
+    Any other config, which a user wrote, is returned as it is: every entry is meant.
     """
-    load_plugins(config.plugins)
-    if config.init_from is not None:
-        config = _inherit(config, config.init_from, where)
-    tokenizer = config.tokenizer
-    if tokenizer.kind == "byte":
-        tokenizer = tokenizer.model_copy(update={"vocab_size": BYTE_VOCAB_SIZE})
-    elif tokenizer.kind != "bpe":
-        pass  # an import has filled it in
-    elif tokenizer.path is not None and (
-        tokenizer.vocab_size is None or Path(tokenizer.path).exists()
-    ):  # a checkpoint, whose config is resolved, brings its own copy of a file that is gone
-        size = _sentencepiece_size(tokenizer.path, where)
-        if tokenizer.vocab_size not in (None, size):
-            rule = f"the model at tokenizer.path has {size} ids; leave this out"
-            fault = FieldError("tokenizer.vocab_size", tokenizer.vocab_size, rule)
-            raise ConfigError.of(where, [fault])
-        path = str(Path(tokenizer.path).absolute())
-        tokenizer = tokenizer.model_copy(update={"vocab_size": size, "path": path})
-    elif tokenizer.vocab_size is None:
-        tokenizer = tokenizer.model_copy(update={"vocab_size": DEFAULT_BPE_VOCAB_SIZE})
-    assert tokenizer.vocab_size is not None
-    if config.model.vocab_size is not None and config.model.vocab_size < tokenizer.vocab_size:
-        rule = f"is smaller than the tokenizer's {tokenizer.vocab_size} ids; leave it out"
-        fault = FieldError(
-            "model.vocab_size", config.model.vocab_size, rule, "tokenizer.vocab_size"
-        )
-        raise ConfigError.of(where, [fault])
-    train = config.train
-    return config.model_copy(
-        update={
-            "out_dir": config.out_dir or f"runs/{config.name}",
-            "plugins": [
-                str(Path(p).absolute()) if p.endswith(".py") else p for p in config.plugins
-            ],
-            "model": config.model.resolve(tokenizer.vocab_size),
-            "tokenizer": tokenizer,
-            "train": train.model_copy(
-                update={"micro_batch_size": train.micro_batch_size or train.batch_size}
-            ),
-        }
+    rest: dict[str, Any] = json_copy(raw)
+    size = get_path(raw, "tokenizer.vocab_size")
+    formulas = {"model.vocab_size": lambda model: size} | {
+        f"{section}.{name}".removeprefix("."): formula
+        for section, model in _WITH_DERIVED.items()
+        for name, formula in model.derived_fields().items()
+    }
+    if any(get_path(raw, path) is None for path in formulas):
+        return rest
+    for path, formula in formulas.items():
+        section = path.rpartition(".")[0]
+        if get_path(raw, path) == formula(get_path(raw, section) if section else raw):
+            delete_path(rest, path)
+    return rest
+
+
+_WITH_DERIVED: dict[str, type[Section]] = {
+    "": RunConfig,
+    "tokenizer": TokenizerConfig,
+    "model": ModelConfig,
+    "train": TrainConfig,
+}
+
+
+def with_mark(mark: Mapping[str, str]) -> frozenset[str]:
+    """Return the dotted names of the fields of a run that have ``mark``, one of fields.py."""
+    return frozenset(
+        path for path, field in fields_of(RunConfig) if field.json_schema_extra == mark
     )
 
 
-def _inherit(config: RunConfig, init_from: str, where: str) -> RunConfig:
-    """Take model and tokenizer from the checkpoint ``init_from``."""
-    if config.model.vocab_size is not None and not Path(init_from).exists():
-        return config  # resolved before; a run that is resumed needs its first weights no more
-    try:
-        folder = resolve_checkpoint(init_from).absolute()
-        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError(f"{folder / CONFIG} holds no config")
-        load_plugins_of(raw)
-        saved = check(RunConfig, raw, str(folder / CONFIG))
-    except (OSError, ValueError) as error:  # a ConfigError is a ValueError
-        raise ConfigError.of(where, [FieldError("init_from", init_from, str(error))]) from None
-    model, norm = config.model, config.model.norm
-    inherited: dict[str, Any] = {
-        "tokenizer.kind": saved.tokenizer.kind,
-        "tokenizer.vocab_size": saved.tokenizer.vocab_size,
-        "tokenizer.path": str(folder / TOKENIZER) if saved.tokenizer.has_file else None,
-    }
-    inherited |= {
-        f"model.{name}": value for name, value in saved.model if name not in ("norm", "max_seq_len")
-    }
-    faults = [
-        FieldError(
-            path, given, f"the checkpoint of init_from has {inherited[path]!r}; leave this out"
-        )
-        for path, given in _explicit(config)
-        if path in inherited and given not in (None, inherited[path])
-    ]
-    if faults:
-        raise ConfigError.of(where, faults)
-    chosen = {name: value for name, value in norm if name in norm.model_fields_set}
-    kept = saved.model.norm.model_dump()
-    if chosen.get("kind", kept["kind"]) != kept["kind"]:
-        del kept["options"]
-    whole = config.model_dump(exclude={"tokenizer", "model"}) | {
-        "init_from": str(Path(init_from).absolute()),
-        "tokenizer": {
-            "kind": inherited["tokenizer.kind"],
-            "vocab_size": inherited["tokenizer.vocab_size"],
-            "path": inherited["tokenizer.path"],
-        },
-        "model": saved.model.model_dump(exclude={"norm", "max_seq_len"})
-        | {
-            "max_seq_len": model.max_seq_len
-            if "max_seq_len" in model.model_fields_set
-            else saved.model.max_seq_len,
-            "norm": kept | chosen,
-        },
-    }
-    return check(RunConfig, whole, where)
-
-
-def _explicit(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names and values of what was set in the sections a checkpoint brings."""
-    for section in ("model", "tokenizer"):
-        part = getattr(config, section)
-        for name in part.model_fields_set:
-            yield f"{section}.{name}", getattr(part, name)
-
-
-def _sentencepiece_size(path: str, where: str) -> int:
-    try:
-        return int(sentencepiece.SentencePieceProcessor(model_file=path).vocab_size())
-    except (OSError, RuntimeError):
-        rule = "is not a sentencepiece model file" if Path(path).is_file() else "no such file"
-        raise ConfigError.of(where, [FieldError("tokenizer.path", path, rule)]) from None
+def deciding_fields(config: RunConfig) -> dict[str, Any]:
+    """Return the values of all fields that decide the numbers of a run, by dotted name."""
+    flat = flatten(config.model_dump(mode="json"))
+    return {path: value for path, value in flat.items() if path not in with_mark(NO_EFFECT)}
 
 
 def to_yaml(config: Section) -> str:

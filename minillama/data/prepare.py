@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tqdm import tqdm
 
 from minillama.config import RunConfig
-from minillama.config.run import TokenizerConfig, resolve
+from minillama.config.run import TokenizerConfig
 from minillama.data.building import build_once
 from minillama.data.files import Piece
 from minillama.data.sharding import Sharding, index_of, write_whole
@@ -100,7 +100,6 @@ def prepare(config: RunConfig) -> Prepared:
         DataError: the text is missing, cannot be read, or is shorter than a window.
         TokenizerError: the vocabulary and the text do not fit.
     """
-    config = resolve(config)
     sharded = config.data.shard_tokens is not None
     source = (source_stamp if sharded else source_hash)(config.data.source)
     folder = cache_folder() / "tokens" / _key(config, source)

@@ -1,6 +1,6 @@
-"""Which architectures elsewhere compute what a model here computes, and what they call its weights.
+"""The architectures of transformers and llama.cpp that models here map to, and their weight names.
 
-All of it is data, one row an architecture, from which export and import are both derived:
+One row of data per architecture, from which export and import are both derived:
 
     architecture       norm       placement  qk_norm  affine   llama.cpp
     LlamaForCausalLM   rmsnorm    pre        none     yes      llama
@@ -8,8 +8,8 @@ All of it is data, one row an architecture, from which export and import are bot
     Olmo2ForCausalLM   rmsnorm    reordered  full     yes      olmo2
     OlmoForCausalLM    layernorm  pre        none     no       olmo
 
-Half-split RoPE on both sides makes the way to transformers a renaming.  In llama.cpp's ``llama``
-and ``olmo`` neighbouring features turn together, so the rows of q and k are permuted on the way.
+Half-split RoPE on both sides makes conversion to transformers a renaming.  llama.cpp's ``llama``
+and ``olmo`` rotate neighbouring features together, so conversion permutes the rows of q and k.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minillama.model.placement import PLACEMENTS
 Format = Literal["transformers", "llama.cpp"]
 
 Names = tuple[tuple[str, str, str], ...]
-"""Rows of (our name, transformers' name, llama.cpp's name), ``{}`` for the number of the layer."""
+"""Rows of (our name, transformers' name, llama.cpp's name), ``{}`` for the layer, from 0."""
 
 _WEIGHTS: Names = (
     ("embed", "model.embed_tokens", "token_embd"),
@@ -73,15 +73,15 @@ CARRIED = frozenset(
     (
         *("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim"),
         *("max_seq_len", "rope_theta", "rope_scaling", "tie_embeddings", "norm"),
-        "init",  # which no longer matters once there are weights
+        "init",  # has no effect once there are weights
     )
 )
-"""The fields of ``model`` that every row can carry; any other must be at its default."""
+"""Fields of ``model`` that every row can represent; any other must be at its default."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row: what a model must be, in our terms, and what it is called elsewhere.
+    """One row: what a model must be in our terms, and its names elsewhere.
 
     Attributes:
         model_class: the class in transformers, as in config.json's ``architectures``.
@@ -89,14 +89,14 @@ class Architecture:
         gguf: llama.cpp's ``general.architecture``.
         requires: our config's dotted fields (inside ``model``) and the values they must have.
         names: the names of its weights.
-        interleaved: llama.cpp turns features 2j and 2j + 1 together, so q and k are permuted.
+        interleaved: llama.cpp rotates features 2j and 2j + 1 together, so q and k are permuted.
         eps: config.json's key for ε; None where transformers fixes it at ``fixed_eps``.
         gguf_eps: llama.cpp's key for ε, without the architecture in front.
-        heads_divide_dim: transformers insists on it, though head_dim may be anything.
-        defaults: what config.json's absent keys mean, where that is not ``DEFAULTS``.
+        heads_divide_dim: transformers requires it, though head_dim may be anything.
+        defaults: values of keys absent from config.json, where they differ from ``DEFAULTS``.
         scales_frequencies: llama.cpp takes factors per frequency (Llama 3's RoPE scaling).
         free_head_dim: llama.cpp allows heads whose features do not add up to ``dim``.
-        needs_head: llama.cpp wants a head even where it is the embedding.
+        needs_head: llama.cpp requires a head even where it is the embedding.
     """
 
     model_class: str
@@ -170,38 +170,38 @@ DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "rope_theta": 10_000.0,
 }
-"""What keys that a config.json leaves out mean to transformers."""
+"""transformers' values of keys that a config.json leaves out."""
 
 
 def architecture_of(config: ModelConfig, target: Format) -> Architecture:
-    """Return the architecture that computes what a model of ``config`` (resolved) computes.
+    """Return the architecture that computes what a model of ``config`` computes.
 
     Raises:
-        ConfigError: ``target`` has none; the message says of each what differs.
+        ConfigError: ``target`` has none; the message lists how each differs.
     """
     found: list[tuple[Architecture, list[FieldError]]] = []
     for row in ARCHITECTURES:
-        faults = list(_differences(row, config, target))
-        if not faults:
+        errors = list(_differences(row, config, target))
+        if not errors:
             return row
-        found.append((row, faults))
+        found.append((row, errors))
     found.sort(key=lambda pair: len(pair[1]))  # the nearest first
     lines = [
         f"  {row.model_class if target == 'transformers' else row.gguf}: "
-        + "; ".join(f"{fault.path} = {fault.value!r}, {fault.rule}" for fault in faults)
-        for row, faults in found
+        + "; ".join(f"{error.path} = {error.value!r}, {error.rule}" for error in errors)
+        for row, errors in found
     ]
     raise ConfigError(
         f"{target} has no architecture that computes what this model computes:\n"
         + "\n".join(lines),
-        [fault for _, faults in found for fault in faults],
+        [error for _, errors in found for error in errors],
     )
 
 
 def _differences(row: Architecture, config: ModelConfig, target: Format) -> Iterator[FieldError]:
     for path, needed in row.requires.items():
         value = _value_at(config, path)
-        # An option that this kind of norm does not have is no reason: its kind is one.
+        # An option that this kind of norm lacks is not reported: the kind itself is.
         if value not in (needed, None):
             yield FieldError(f"model.{path}", value, f"not {needed!r}")
     for name, info in ModelConfig.model_fields.items():
@@ -209,7 +209,7 @@ def _differences(row: Architecture, config: ModelConfig, target: Format) -> Iter
             yield FieldError(f"model.{name}", getattr(config, name), f"not {info.default!r}")
     if target == "transformers":
         if row.eps is None and config.norm.eps != row.fixed_eps:
-            yield FieldError("model.norm.eps", config.norm.eps, f"fixed there at {row.fixed_eps}")
+            yield FieldError("model.norm.eps", config.norm.eps, f"fixed at {row.fixed_eps} there")
         if row.heads_divide_dim and config.dim % config.n_heads:
             yield FieldError(
                 "model.dim", config.dim, f"not divisible by n_heads = {config.n_heads}"
@@ -217,14 +217,14 @@ def _differences(row: Architecture, config: ModelConfig, target: Format) -> Iter
         return
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "llama3" and not row.scales_frequencies:
-        yield FieldError("model.rope_scaling.kind", scaling.kind, "not known there")
+        yield FieldError("model.rope_scaling.kind", scaling.kind, "not supported there")
     if not row.free_head_dim and config.head_dim * config.n_heads != config.dim:
         rule = f"not dim / n_heads = {config.dim} / {config.n_heads}"
         yield FieldError("model.head_dim", config.head_dim, rule)
 
 
 def _value_at(config: ModelConfig, path: str) -> Any:
-    """Return the field at a dotted ``path``; None where an option is not of this kind of norm."""
+    """Return the field at a dotted ``path``; None for an option that this kind of norm lacks."""
     if path == "norm.final_norm" and config.norm.final_norm is None:
         return PLACEMENTS.get(config.norm.placement).final_norm
     value: Any = config
@@ -240,12 +240,12 @@ def norm_section(row: Architecture, eps: float) -> dict[str, Any]:
         *parents, leaf = path.split(".")[1:]
         (norm["options"] if parents else norm)[leaf] = value
     if norm["final_norm"] == PLACEMENTS.get(norm["placement"]).final_norm:
-        del norm["final_norm"]  # so that it follows where the placement is swapped
+        del norm["final_norm"]  # so that it follows if the placement is changed
     return norm
 
 
 def weight_names(row: Architecture, config: ModelConfig, target: Format) -> dict[str, str]:
-    """Return our name of every weight of a model of ``config``, and its name in ``target``.
+    """Return the name in ``target`` of every weight of a model of ``config``, by our name.
 
     The head is left out where it is the embedding.
     """

@@ -1,39 +1,51 @@
-"""To llama.cpp's GGUF: one file with the weights, the shape and the vocabulary.
+"""To and from llama.cpp's GGUF: one file with the weights, the shape and the vocabulary.
 
-llama.cpp stores a matrix as we do, row by row; q and k alone are permuted, where it turns
-neighbouring features (``Architecture.interleaved``).
+llama.cpp stores a matrix as we do, row by row; only the rows of q and k are permuted, where it
+rotates neighbouring features (``Architecture.interleaved``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from minillama import __version__
-from minillama.checkpoint_folders import resolve_checkpoint
 from minillama.config import RunConfig
+from minillama.config.loading import check
 from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
+from minillama.data.foreign import NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
-from minillama.errors import ConfigError
-from minillama.files import explain_write_errors
-from minillama.interop.architectures import Architecture, architecture_of, weight_names
-from minillama.interop.arrivals import claim
+from minillama.errors import CheckpointError, ConfigError, FieldError, TokenizerError
+from minillama.files import atomic_file, explain_write_errors
+from minillama.interop.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    architecture_of,
+    norm_section,
+    weight_names,
+)
+from minillama.interop.gguf_file import GGUFFile, read_header
 from minillama.interop.hf_tokenizer import SPECIAL_NAMES, byte_pieces, exportable_pieces
-from minillama.interop.pieces import Kind
+from minillama.interop.importing import build, claim, refuse_misfits, save_imported, shapes_of
+from minillama.interop.sentencepiece_proto import Kind, Piece, write_pieces
 from minillama.model.rope import inverse_frequencies
+from minillama.model.transformer import Transformer
 from minillama.training.checkpoint import load_checkpoint
+from minillama.training.checkpoint_folders import resolve_checkpoint
 
 DTYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-"""Of the matrices; norms are f32 in all."""
+"""Types of the matrices; norms are always f32."""
 
 MODEL_KEYS: tuple[tuple[str, str], ...] = (
     ("vocab_size", "vocab_size"),
@@ -50,26 +62,32 @@ MODEL_KEYS: tuple[tuple[str, str], ...] = (
 """Our field of ``model`` and llama.cpp's key, without the architecture in front."""
 
 _NEVER_MERGED = "ÿ ÿ"
-"""A merge of two bytes 0xFF, which no UTF-8 text has: llama.cpp wants at least one merge."""
+"""A merge of two bytes 0xFF, which no UTF-8 text has: llama.cpp requires at least one merge."""
+
+_OPTIONAL = ("vocab_size", "n_kv_heads", "head_dim")
+_ROPE_KEYS = ("rope.freq_base", "rope.scaling.type", "rope.scaling.factor")
+
+
+# ------------------------------------------------------------------------------------------- export
 
 
 def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) -> str:
-    """Write a checkpoint as a GGUF file; return what to tell the user.
+    """Write a checkpoint as a GGUF file; return a line for the user.
 
     Args:
         checkpoint: a checkpoint, or a run folder, which stands for its best, else its last.
-        out: the new file, if it ends in .gguf, else a folder for it.
-        dtype: of the matrices, a key of ``DTYPES``; default f32, in which they are trained.
+        out: the new file if it ends in .gguf, else the folder to put it in.
+        dtype: of the matrices, a key of ``DTYPES``; default f32, as they are trained.
 
     Raises:
-        ConfigError: there is no such checkpoint or dtype, the file is there, or llama.cpp has no
-            model that computes what this one computes; the message has every reason.
+        ConfigError: there is no such checkpoint or dtype, the file exists already, or llama.cpp
+            has no model that computes what this one computes; the message has every reason.
         CheckpointError: the checkpoint is damaged.
         RunFolderError: the file cannot be written.
     """
     dtype = dtype or "f32"
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype = {dtype!r}: llama.cpp's are {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
     folder = resolve_checkpoint(checkpoint)
     model, tokenizer, config = load_checkpoint(folder)
     row = architecture_of(config.model, "llama.cpp")
@@ -77,22 +95,18 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
     file = out if out.suffix == ".gguf" else out / f"{config.name}-{dtype}.gguf"
     writer = gguf.GGUFWriter(None, row.gguf)
     _add_shape(writer, config, row, dtype)
-    _add_vocabulary(writer, tokenizer, folder, config.model.vocab_size)
+    _add_vocabulary(writer, tokenizer, folder, config.model.known_vocab_size)
     for name, array in _tensors(model.state_dict(), config.model, row).items():
         kind = _stored_as(array, dtype)
         writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
     claim(file)
-    with explain_write_errors(file):
-        unfinished = file.with_name(f".unfinished-{file.name}")
+    with explain_write_errors(file), atomic_file(file) as temporary:
         try:
-            writer.write_header_to_file(unfinished)
+            writer.write_header_to_file(temporary)
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
-            writer.close()
-            unfinished.replace(file)
         finally:
             writer.close()
-            unfinished.unlink(missing_ok=True)
     return f"{file}: {row.gguf} in {dtype}, {file.stat().st_size:,} bytes; llama-cli -m {file}"
 
 
@@ -126,9 +140,9 @@ def _add_vocabulary(writer: Any, tokenizer: Tokenizer, folder: Path, vocab_size:
         prefix = False
     elif not isinstance(tokenizer, SentencePieceTokenizer):
         raise ConfigError(
-            "this checkpoint has a tokenizer.json from elsewhere, or no tokenizer; only "
-            "sentencepiece's BPE and plain bytes go to llama.cpp: export with --to hf, and let "
-            "llama.cpp's own script convert that"
+            "this checkpoint has an imported tokenizer.json, or no tokenizer; only sentencepiece's "
+            "BPE and plain bytes can be exported to GGUF: export with --to hf, and convert that "
+            "with llama.cpp's own script"
         )
     else:
         model = exportable_pieces(folder / "tokenizer.model")
@@ -161,7 +175,7 @@ def _tensors(
         out["output.weight"] = arrays["embed.weight"]
     if row.interleaved:
         for ours, theirs in names.items():
-            if is_turned(ours):
+            if is_rotated(ours):
                 out[theirs] = interleave(out[theirs], config.head_dim)
     if isinstance(config.rope_scaling, Llama3RopeScaling):
         plain, scaled = (
@@ -173,26 +187,180 @@ def _tensors(
 
 
 def interleave(weight: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
-    """Bring rows j and j + head_dim / 2 of each head, which turn together, next to each other."""
+    """Put rows j and j + head_dim / 2 of each head, which RoPE rotates together, side by side."""
     heads = weight.reshape(-1, 2, head_dim // 2, weight.shape[1])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def part(weight: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
+def deinterleave(weight: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
     """Undo :func:`interleave`."""
     heads = weight.reshape(-1, head_dim // 2, 2, weight.shape[1])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def is_turned(name: str) -> bool:
-    """Tell whether our weight ``name`` makes queries or keys, which RoPE turns."""
+def is_rotated(name: str) -> bool:
+    """Return whether our weight ``name`` makes queries or keys, which RoPE rotates."""
     return name.endswith(("q_proj.weight", "k_proj.weight"))
 
 
 def _stored_as(array: npt.NDArray[np.float32], dtype: str) -> Any:
-    """Return how a tensor is stored: vectors in f32, rows that are no whole blocks in f16."""
+    """Return the type to store a tensor in: f32 for vectors, f16 for rows of partial blocks."""
     kind = DTYPES[dtype][0]
     if array.ndim < 2:
         return gguf.GGMLQuantizationType.F32
     block, _ = gguf.GGML_QUANT_SIZES[kind]
     return kind if array.shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16
+
+
+# ------------------------------------------------------------------------------------------- import
+
+
+def import_model(file: str | Path, out: str | Path) -> str:
+    """Write a GGUF file as a checkpoint; return a line for the user.
+
+    Matrices of f32, f16, bf16 and q8_0 can be read; they become float32.
+
+    Args:
+        file: of one of the architectures that can be exported.
+        out: the new checkpoint; a folder that exists must be empty.
+
+    Raises:
+        ConfigError: there is no such file, or ``out`` is not empty.
+        CheckpointError: something in the file is damaged, unknown or not supported; the message
+            names it.
+        RunFolderError: ``out`` cannot be written.
+    """
+    file = Path(file)
+    if not file.is_file():
+        raise ConfigError(f"no such file: {file}")
+    header = read_header(file)
+    try:
+        config, row = _read_config(header)
+        tokenizer = _read_tokenizer(header.metadata) or NoTokenizer(config.known_vocab_size)
+    except (TokenizerError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    return save_imported(Path(out), file.stem, _read_model(header, config, row), tokenizer, row)
+
+
+def _read_config(header: GGUFFile) -> tuple[ModelConfig, Architecture]:
+    rows = {row.gguf: row for row in ARCHITECTURES}
+    name = header.metadata.get("general.architecture")
+    if name not in rows:
+        raise ValueError(f"general.architecture = {name!r}: must be one of {', '.join(rows)}")
+    row = rows[name]
+    prefix = f"{name}."
+    raw = {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
+    errors = list(_config_errors(raw, row, header))
+    shape = {ours: raw[theirs] for ours, theirs in MODEL_KEYS if raw.get(theirs) is not None}
+    embedding = header.tensors.get("token_embd.weight")
+    shape["vocab_size"] = embedding.shape[0] if embedding else None
+    scaling = {"kind": "linear", "factor": raw.get("rope.scaling.factor")}
+    shape["rope_scaling"] = scaling if raw.get("rope.scaling.type") == "linear" else None
+    shape["rope_theta"] = raw.get("rope.freq_base", 10_000.0)
+    shape["tie_embeddings"] = _is_tied(header, row)
+    shape["norm"] = norm_section(row, _shortest_decimal(raw.get(row.gguf_eps)))
+    try:
+        config = check(ModelConfig, shape, str(header.path))
+    except ConfigError as error:
+        theirs_of = {**dict(MODEL_KEYS), "norm.eps": row.gguf_eps}
+        errors += [
+            FieldError(theirs_of.get(f.path, f.path), f.value, f.rule) for f in error.field_errors
+        ]
+    if errors:
+        raise CheckpointError(
+            f"this model cannot be imported: {ConfigError.of(str(header.path), errors)}"
+        )
+    return config, row
+
+
+def _shortest_decimal(value: Any) -> Any:
+    """Return the shortest decimal of a float32, so that 1e-6 comes back as 1e-6."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _config_errors(
+    raw: Mapping[str, Any], row: Architecture, header: GGUFFile
+) -> Iterator[FieldError]:
+    """Yield the keys that are missing, and those whose value no model here supports."""
+    known = {theirs for _, theirs in MODEL_KEYS}
+    for ours, theirs in MODEL_KEYS:
+        if theirs not in raw and ours not in _OPTIONAL:
+            yield FieldError(theirs, None, "is missing")
+    for key, value in raw.items():
+        if value and key not in known and key not in (row.gguf_eps, *_ROPE_KEYS):
+            yield FieldError(key, value, "not supported; it may change what the model computes")
+    if raw.get("rope.scaling.type", "none") not in ("none", "linear"):
+        yield FieldError("rope.scaling.type", raw["rope.scaling.type"], "only linear is supported")
+    sizes = {raw[theirs] for ours, theirs in MODEL_KEYS if ours == "head_dim" and theirs in raw}
+    if len(sizes) > 1:
+        yield FieldError(
+            "attention.key_length", sorted(sizes), "keys, values and RoPE must have the same size"
+        )
+    if "rope_freqs.weight" in header.tensors:
+        rule = "GGUF does not say which scaling of RoPE it comes from; import the original"
+        yield FieldError("rope_freqs.weight", "a tensor", rule)
+
+
+def _is_tied(header: GGUFFile, row: Architecture) -> bool:
+    """Return whether the head is the embedding; where llama.cpp needs both, compare them."""
+    if "output.weight" not in header.tensors:
+        return True
+    head, embedding = (header.tensors.get(n) for n in ("output.weight", "token_embd.weight"))
+    if not row.needs_head or not head or not embedding or head.shape != embedding.shape:
+        return False
+    return np.array_equal(header.read("output.weight"), header.read("token_embd.weight"))
+
+
+def _read_model(header: GGUFFile, config: ModelConfig, row: Architecture) -> Transformer:
+    shapes = shapes_of(config, len(header.tensors), header.path)
+    names = weight_names(row, config, "llama.cpp")
+    optional = {"output.weight"} if row.needs_head and config.tie_embeddings else set()
+    errors = [f"{theirs} is missing" for theirs in names.values() if theirs not in header.tensors]
+    errors += [
+        f"{theirs} has no place in the model"
+        for theirs in header.tensors
+        if theirs not in {*names.values(), *optional}
+    ]
+    for ours, theirs in names.items():
+        info = header.tensors.get(theirs)
+        if info is not None and info.shape != shapes[ours]:
+            errors.append(f"{theirs} is {info.shape}, the metadata say {shapes[ours]}")
+    refuse_misfits(errors, header.path)
+    weights = {}
+    for ours, theirs in names.items():
+        array = header.read(theirs)
+        if row.interleaved and is_rotated(ours):
+            array = deinterleave(array, config.head_dim)
+        weights[ours] = torch.from_numpy(array.copy())
+    return build(config, weights)
+
+
+def _read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
+    """Return the tokenizer of a file, sentencepiece's BPE or plain bytes; None if it is another.
+
+    Raises:
+        TokenizerError: it is damaged or incomplete.
+    """
+    key = "tokenizer.ggml."
+    kind = metadata.get(f"{key}model")
+    texts = metadata.get(f"{key}tokens") or []
+    types = metadata.get(f"{key}token_type") or [Kind.NORMAL] * len(texts)
+    while types and len(types) == len(texts) and types[-1] == Kind.UNUSED:
+        texts, types = texts[:-1], types[:-1]  # rows of the embedding beyond the tokenizer's ids
+    if kind == "gpt2" and texts == byte_pieces():
+        return ByteTokenizer()
+    if kind != "llama":
+        return None
+    scores = metadata.get(f"{key}scores") or []
+    if not len(texts) == len(types) <= len(scores):
+        raise TokenizerError("its numbers of tokens, of their types and of their scores differ")
+    pieces = [
+        Piece(text, float(score), Kind(number))
+        for text, score, number in zip(texts, scores, types, strict=False)
+    ]
+    unk, bos, eos = (
+        int(metadata.get(f"{key}{name}_token_id", default))
+        for name, default in (("unknown", 0), ("bos", 1), ("eos", 2))
+    )
+    prefix = bool(metadata.get(f"{key}add_space_prefix", True))
+    return SentencePieceTokenizer(write_pieces(pieces, (unk, bos, eos), add_dummy_prefix=prefix))

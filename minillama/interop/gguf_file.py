@@ -1,12 +1,19 @@
-"""A GGUF file as data: its metadata and where its tensors lie, every number of it distrusted.
+"""The header of a GGUF file: its metadata, and where its tensors are.
 
     "GGUF"  version  n_tensors  n_entries
     entries:  key  type  value                 a string is its length and its bytes,
     tensors:  name  n_dims  dims  type  offset an array its type, its length and its items
     padding, then the tensors' bytes
 
-Format: docs/gguf.md in the ggml repository.  A count or length is believed only as far as the file
-reaches, so that a header that lies ends in an error and not in a full memory.
+Format: docs/gguf.md in the ggml repository.  The file may come from a stranger: a count or a length
+is believed only as far as the file reaches, so that a false header ends in an error and not in a
+full memory.
+
+Why not ``gguf.GGUFReader`` (tried with gguf 0.19.0, 2026-12-03): lengths of arrays stand inside the
+header, so no check of the counts at its start bounds them.  A file of 113 bytes that claims an
+array of 2⁶⁰ numbers took 3 GB of memory within 32 s, since the reader goes on past the end of the
+file; an honest array of four million bytes took more than 60 s, since each item becomes a numpy
+object.  Neither takes a second here.
 """
 
 from __future__ import annotations
@@ -24,21 +31,11 @@ import numpy.typing as npt
 from minillama.errors import CheckpointError
 
 _MAX_ITEMS = 1 << 22
-"""Most items of an array; a vocabulary is the longest one."""
+"""The longest array; a vocabulary is the longest in practice."""
 
-_NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""``struct``'s format of each of GGUF's types of numbers."""
+
 _STRING, _ARRAY = 8, 9
 
 TYPES = {
@@ -55,7 +52,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies; ``shape`` is numpy's, outermost first."""
+    """Where a tensor is; ``shape`` is numpy's, outermost first."""
 
     shape: tuple[int, ...]
     kind: int
@@ -78,31 +75,40 @@ class GGUFFile:
         with self.path.open("rb") as file:
             file.seek(info.start)
             raw = np.frombuffer(file.read(rows * row_bytes), np.uint8).reshape(rows, row_bytes)
-        with np.errstate(all="ignore"):  # a scale may be no number: it is the file's own
+        with np.errstate(all="ignore"):  # the file may hold a scale that is not finite
             floats: npt.NDArray[np.float32] = gguf.quants.dequantize(raw, TYPES[info.kind])
         return floats.reshape(info.shape).astype(np.float32, copy=False)
 
 
+class _FalseHeaderError(ValueError):
+    """The header contradicts itself or the file's size."""
+
+
 class _Cursor:
-    """Reads numbers and strings one after the other, never beyond the end."""
+    """Reads values one after the other, never beyond the end."""
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
-        self.data, self.at = data, 0
+        self.data, self.position = data, 0
 
     def take(self, size: int) -> bytes:
-        if not 0 <= size <= len(self.data) - self.at:
-            raise LyingHeaderError("a length reaches beyond the end of the file")
-        self.at += size
-        return self.data[self.at - size : self.at].tobytes()
+        start = self.position
+        if not 0 <= size <= len(self.data) - start:
+            raise _FalseHeaderError("a length reaches beyond the end of the file")
+        self.position += size
+        return self.data[start : self.position].tobytes()
+
+    def unpack(self, code: str, count: int = 1) -> tuple[Any, ...]:
+        layout = f"<{count}{code}"
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))
 
     def number(self, code: str) -> Any:
-        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+        return self.unpack(code)[0]
 
     def count(self, what: str, least_bytes: int) -> int:
-        """Read how many there are of things of at least ``least_bytes`` each."""
+        """Read how many things of at least ``least_bytes`` each follow."""
         count = int(self.number("Q"))
-        if count > _MAX_ITEMS or count * least_bytes > len(self.data) - self.at:
-            raise LyingHeaderError(f"it cannot hold {count} {what}")
+        if count > _MAX_ITEMS or count * least_bytes > len(self.data) - self.position:
+            raise _FalseHeaderError(f"it cannot hold {count} {what}")
         return count
 
     def string(self) -> str:
@@ -114,29 +120,22 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            raise LyingHeaderError(f"there is no type {kind}")
+            raise _FalseHeaderError(f"there is no type {kind}")
         inner = int(self.number("I"))
-        if inner in _NUMBERS:
-            code = _NUMBERS[inner]
-            count = self.count("items of an array", struct.calcsize(f"<{code}"))
-            return list(
-                struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(f"<{code}")))
-            )
-        if inner != _STRING:
-            raise LyingHeaderError(f"there are no arrays of type {inner}")
-        return [self.string() for _ in range(self.count("strings", 8))]
-
-
-class LyingHeaderError(ValueError):
-    """The header says what cannot be so."""
+        if inner == _STRING:
+            return [self.string() for _ in range(self.count("strings", 8))]
+        if inner not in _NUMBERS:
+            raise _FalseHeaderError(f"arrays of type {inner} are not supported")
+        code = _NUMBERS[inner]
+        return list(self.unpack(code, self.count("items of an array", struct.calcsize(code))))
 
 
 def read_header(path: Path) -> GGUFFile:
     """Read all but the tensors themselves.
 
     Raises:
-        CheckpointError: it is no GGUF file, it is truncated, it is of a version or byte order that
-            is not supported, or a tensor has a type that cannot be read.
+        CheckpointError: it is no GGUF file, it is truncated, its version or byte order is not
+            supported, or a tensor has a type that cannot be read.
     """
     try:
         data = np.memmap(path, np.uint8, mode="r")
@@ -150,10 +149,10 @@ def read_header(path: Path) -> GGUFFile:
 
 def _parse(path: Path, cursor: _Cursor, size: int) -> GGUFFile:
     if cursor.take(4) != b"GGUF":
-        raise LyingHeaderError("it does not begin with GGUF")
+        raise _FalseHeaderError("it does not begin with GGUF")
     version = cursor.number("I")
     if version not in (2, 3):
-        raise LyingHeaderError(f"it is of version {version}; 2 and 3 can be read")
+        raise _FalseHeaderError(f"its version {version} is not supported; 2 and 3 are")
     n_tensors = cursor.count("tensors", 24)
     metadata: dict[str, Any] = {}
     for _ in range(cursor.count("entries", 13)):
@@ -164,28 +163,26 @@ def _parse(path: Path, cursor: _Cursor, size: int) -> GGUFFile:
         name = cursor.string()
         n_dims = cursor.number("I")
         if not 1 <= n_dims <= 4 or name in infos:
-            raise LyingHeaderError(
-                f"the tensor {name!r} has {n_dims} dimensions, or is there twice"
-            )
-        dims = struct.unpack(f"<{n_dims}Q", cursor.take(8 * n_dims))
+            raise _FalseHeaderError(f"the tensor {name!r} has {n_dims} dimensions, or stands twice")
+        dims = cursor.unpack("Q", n_dims)
         kind = cursor.number("I")
-        infos[name] = TensorInfo(tuple(reversed(dims)), kind, int(cursor.number("Q")))
+        infos[name] = TensorInfo(dims[::-1], kind, int(cursor.number("Q")))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 16:
-        raise LyingHeaderError(f"general.alignment is {alignment}")
-    begin = -(-cursor.at // alignment) * alignment
+        raise _FalseHeaderError(f"general.alignment is {alignment}")
+    begin = -(-cursor.position // alignment) * alignment
     tensors = {
         name: TensorInfo(info.shape, info.kind, begin + info.start) for name, info in infos.items()
     }
     for name, info in tensors.items():
         if info.kind not in TYPES:
             kind = gguf.GGMLQuantizationType(info.kind).name  # a ValueError if there is none
-            raise LyingHeaderError(
+            raise _FalseHeaderError(
                 f"{name} is of type {kind}; only {', '.join(k.name for k in TYPES.values())} "
                 "can be read"
             )
         if math.prod(_rows(info)) > size - info.start:
-            raise LyingHeaderError(f"{name} reaches beyond the end of the file")
+            raise _FalseHeaderError(f"{name} reaches beyond the end of the file")
     return GGUFFile(path, metadata, tensors)
 
 
@@ -194,5 +191,5 @@ def _rows(info: TensorInfo) -> tuple[int, int]:
     block, block_bytes = gguf.GGML_QUANT_SIZES[TYPES[info.kind]]
     *outer, inner = info.shape
     if inner % block:
-        raise LyingHeaderError(f"a row of {inner} is no whole number of blocks of {block}")
+        raise _FalseHeaderError(f"a row of {inner} is no whole number of blocks of {block}")
     return math.prod(outer), inner // block * block_bytes

@@ -1,4 +1,4 @@
-"""The shape of a model as transformers' config.json has it, both ways.
+"""To and from the model shape in transformers' config.json.
 
 ``read`` takes the keys of transformers 5 (``rope_parameters``, ``dtype``) and of 4 (``rope_theta``,
 ``rope_scaling``, ``torch_dtype``); ``write`` writes those of 5, and of 4 where they differ.
@@ -43,7 +43,7 @@ _LLAMA3_FIELDS: tuple[tuple[str, str], ...] = (
 )
 
 _FIXED: Mapping[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
-"""Keys whose one value is how every model here computes."""
+"""Keys that must have this value, since every model here computes so."""
 
 _HARMLESS = frozenset(
     (
@@ -56,9 +56,9 @@ _HARMLESS = frozenset(
         *("repetition_penalty", "length_penalty", "typical_p", "num_beam_groups"),
     )
 )
-"""Keys that change nothing that a model computes."""
+"""Keys that have no effect on what a model computes."""
 
-_READ_APART = frozenset(
+_READ_ELSEWHERE = frozenset(
     (
         *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"),
         *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
@@ -67,7 +67,7 @@ _READ_APART = frozenset(
 
 
 def write(config: ModelConfig, row: Architecture) -> dict[str, Any]:
-    """Return the keys of config.json that say what shape a model of ``config`` (resolved) has."""
+    """Return the keys of config.json that describe the shape of ``config``."""
     shape = {theirs: getattr(config, ours) for ours, theirs in MODEL_FIELDS}
     if row.eps is not None:
         shape[row.eps] = config.norm.eps
@@ -92,16 +92,16 @@ def write(config: ModelConfig, row: Architecture) -> dict[str, Any]:
 
 
 def read(raw: Mapping[str, Any], where: str) -> tuple[ModelConfig, Architecture]:
-    """Return the model that a config.json describes, resolved, and its architecture.
+    """Return the model that a config.json describes, and its architecture.
 
     Raises:
-        CheckpointError: it is of another architecture, has a feature that no model here has, or a
-            value that none can have; the message names every one.  ``where`` names the file in it.
+        CheckpointError: its architecture is not supported, it has a feature that no model here has,
+            or a value that is out of range; the message names every one, and the file ``where``.
     """
     row = _row_of(raw, where)
-    faults = [FieldError(key, None, "is missing") for key in _REQUIRED if raw.get(key) is None]
-    faults += _features(raw, row)
-    rope = _rope(raw, faults)
+    errors = [FieldError(key, None, "is missing") for key in _REQUIRED if raw.get(key) is None]
+    errors += _unsupported(raw, row)
+    rope = _rope(raw, errors)
     defaults = {**DEFAULTS, **row.defaults}
     shape = {ours: raw.get(theirs, defaults.get(theirs)) for ours, theirs in MODEL_FIELDS}
     eps = row.fixed_eps if row.eps is None else raw.get(row.eps, defaults[row.eps])
@@ -110,13 +110,13 @@ def read(raw: Mapping[str, Any], where: str) -> tuple[ModelConfig, Architecture]
         config = check(ModelConfig, {**known, **rope, "norm": norm_section(row, eps)}, where)
     except ConfigError as error:
         theirs_of = {**dict(MODEL_FIELDS), "norm.eps": row.eps or ""}
-        faults += [
+        errors += [
             FieldError(theirs_of.get(f.path, f.path), f.value, f.rule) for f in error.field_errors
         ]
-    if faults:
-        lines = ConfigError.of(where, faults)
-        raise CheckpointError(f"not a model that can be imported: {lines}")
-    return config.resolve(), row
+    if errors:
+        lines = ConfigError.of(where, errors)
+        raise CheckpointError(f"this model cannot be imported: {lines}")
+    return config, row
 
 
 def _row_of(raw: Mapping[str, Any], where: str) -> Architecture:
@@ -124,8 +124,7 @@ def _row_of(raw: Mapping[str, Any], where: str) -> Architecture:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in by_type:
         raise CheckpointError(
-            f"{where}: model_type = {model_type!r} is not one that can be imported; "
-            f"those are: {', '.join(by_type)}"
+            f"{where}: model_type = {model_type!r}: must be one of {', '.join(by_type)}"
         )
     row = by_type[model_type]
     architectures = raw.get("architectures") or [row.model_class]
@@ -136,12 +135,12 @@ def _row_of(raw: Mapping[str, Any], where: str) -> Architecture:
     return row
 
 
-def _features(raw: Mapping[str, Any], row: Architecture) -> Iterator[FieldError]:
-    """Yield the features that no model here has.
+def _unsupported(raw: Mapping[str, Any], row: Architecture) -> Iterator[FieldError]:
+    """Yield the keys that ask for features that no model here has.
 
-    A key that we do not know is a feature that is off where its value is null, false, 0 or empty.
+    An unknown key counts as switched off where its value is null, false, 0 or empty.
     """
-    known = {theirs for _, theirs in MODEL_FIELDS} | _HARMLESS | _READ_APART | {row.eps}
+    known = {theirs for _, theirs in MODEL_FIELDS} | _HARMLESS | _READ_ELSEWHERE | {row.eps}
     for key, value in raw.items():
         if key in _FIXED:
             if value not in (None, _FIXED[key]):
@@ -163,18 +162,18 @@ _ROPE_KINDS: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def _rope(raw: Mapping[str, Any], faults: list[FieldError]) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``rope_scaling`` of our config; add what is wrong to ``faults``."""
+def _rope(raw: Mapping[str, Any], errors: list[FieldError]) -> dict[str, Any]:
+    """Return ``rope_theta`` and ``rope_scaling`` of our config; add errors to ``errors``."""
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(where) or {}
     if not isinstance(rope, Mapping):
-        faults.append(FieldError(where, rope, "is not a mapping"))
+        errors.append(FieldError(where, rope, "is not a mapping"))
         return {}
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     ours = {"rope_theta": DEFAULTS["rope_theta"] if theta is None else theta}
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     if kind not in _ROPE_KINDS:
-        faults.append(
+        errors.append(
             FieldError(f"{where}.rope_type", kind, f"not one of {', '.join(_ROPE_KINDS)}")
         )
         return ours
@@ -184,9 +183,9 @@ def _rope(raw: Mapping[str, Any], faults: list[FieldError]) -> dict[str, Any]:
     for key, value in rope.items():
         unused = kind == "default" and not isinstance(value, Mapping)  # as transformers has it
         if key == "partial_rotary_factor" and value not in (None, 1.0):
-            faults.append(FieldError(f"{where}.{key}", value, "only 1.0 is supported"))
+            errors.append(FieldError(f"{where}.{key}", value, "only 1.0 is supported"))
         elif value is not None and key not in known and not unused:
-            faults.append(
+            errors.append(
                 FieldError(f"{where}.{key}", value, f"not supported with rope_type {kind}")
             )
     if kind == "default":
@@ -199,6 +198,6 @@ def _rope(raw: Mapping[str, Any], faults: list[FieldError]) -> dict[str, Any]:
             "original_max_position_embeddings", given["original_max_position_embeddings"]
         )
     missing = [theirs for _, theirs in fields if given.get(theirs) is None]
-    faults += [FieldError(f"{where}.{key}", None, "is missing") for key in missing]
+    errors += [FieldError(f"{where}.{key}", None, "is missing") for key in missing]
     scaling = {mine: given[theirs] for mine, theirs in fields if theirs not in missing}
     return {**ours, "rope_scaling": None if missing else {"kind": kind, **scaling}}

@@ -1,10 +1,10 @@
-"""A tokenizer as transformers has it (tokenizer.json of the ``tokenizers`` library), both ways.
+"""To and from tokenizer.json, the format of the ``tokenizers`` library and of transformers.
 
-sentencepiece joins any two neighbours whose join is a piece, the best score first, the left one
-first where scores are equal.  ``tokenizers`` has a list of merges instead: every way to cut a piece
-into two pieces, in order of the scores.  Typed text such as ``</s>`` stays text on both sides
+sentencepiece merges any two neighbours whose concatenation is a piece, the best score first, the
+left one first where scores are equal.  ``tokenizers`` has a list of merges instead: every split of
+a piece into two pieces, in order of the scores.  Typed text such as ``</s>`` stays text in both
 (``split_special_tokens``).  One text differs: a typed ▁ is three bytes here, and a space there.
-Decoding differs where ids make no valid UTF-8: there, all bytes of the run become U+FFFD.
+Decoding differs where ids are not valid UTF-8: there, all bytes of the run become U+FFFD.
 """
 
 from __future__ import annotations
@@ -17,32 +17,39 @@ from typing import Any
 
 from minillama.data.tokenizer import ByteTokenizer
 from minillama.errors import ConfigError, TokenizerError
-from minillama.interop.pieces import SPACE, Kind, Piece, PieceModel, read_pieces, write_pieces
+from minillama.interop.sentencepiece_proto import (
+    SPACE,
+    Kind,
+    Piece,
+    PieceModel,
+    read_pieces,
+    write_pieces,
+)
 
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_NAMES = ("<unk>", "<s>", "</s>")
-"""How unk, bos and eos are called where a tokenizer has no names for them."""
+"""Names of unk, bos and eos where a tokenizer has none for them."""
 
 
 def exportable_pieces(model_file: Path) -> PieceModel:
-    """Read the sentencepiece model of a checkpoint that is to be used elsewhere.
+    """Read the sentencepiece model of a checkpoint that is to be exported.
 
     Raises:
-        ConfigError: other programs' Llama tokenizer cannot follow it.
+        ConfigError: other programs' Llama tokenizer would give other ids.
     """
     model = read_pieces(model_file.read_bytes())
-    if oddities := model.oddities():
+    if obstacles := model.obstacles():
         raise ConfigError(
             "the sentencepiece model cannot be exported, since other programs' Llama tokenizer "
-            f"would not give the same ids: {'; '.join(oddities)}"
+            f"would not give the same ids: {'; '.join(obstacles)}"
         )
     return model
 
 
 def byte_pieces() -> list[str]:
-    """Return what the ids of a byte tokenizer are called in a byte-level BPE.
+    """Return the names of a byte tokenizer's ids in a byte-level BPE.
 
-    GPT-2 gave each byte a visible character: itself where it is one, else the next from U+0100.
+    GPT-2 gave each byte a visible character: its own if that is visible, else the next from U+0100.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -111,7 +118,7 @@ def _tokenizer_json(
     model: Mapping[str, Any],
     **steps: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return what both have in common; bos is put in front of a text unless it is told not to."""
+    """Return what both kinds share; bos is put in front of a text unless the caller opts out."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     bos = texts[bos_id]
     first, second = ({"SpecialToken": {"id": bos, "type_id": i}} for i in (0, 1))
@@ -145,9 +152,9 @@ def _tokenizer_json(
 def tokenizer_config(
     special: tuple[str, str, str], max_seq_len: int, *, add_prefix_space: bool
 ) -> dict[str, Any]:
-    """Return tokenizer_config.json; ``special`` is what unk, bos and eos are called.
+    """Return tokenizer_config.json; ``special`` are the names of unk, bos and eos.
 
-    Padding is the unknown one, which no text ever has.
+    Unk is the padding token too, since no text ever contains it.
     """
     unk, bos, eos = special
     return {
@@ -164,13 +171,13 @@ def tokenizer_config(
 
 
 def merges(pieces: Sequence[Piece]) -> Iterator[tuple[str, str]]:
-    """Yield every cut of a piece into two pieces, those of the best score first."""
+    """Yield every split of a piece into two pieces, those of the best score first."""
     normal = {piece.text for piece in pieces if piece.kind == Kind.NORMAL}
     # sorted is stable: where scores are equal, the lower id comes first.
     for piece in sorted(pieces, key=lambda piece: -piece.score):
         if piece.kind == Kind.NORMAL:
-            for cut in range(1, len(piece.text)):
-                left, right = piece.text[:cut], piece.text[cut:]
+            for i in range(1, len(piece.text)):
+                left, right = piece.text[:i], piece.text[i:]
                 if left in normal and right in normal:
                     yield left, right
 
@@ -179,7 +186,7 @@ def merges(pieces: Sequence[Piece]) -> Iterator[tuple[str, str]]:
 
 
 def is_byte_json(raw: Mapping[str, Any]) -> bool:
-    """Tell whether a tokenizer.json is that of a byte tokenizer."""
+    """Return whether a tokenizer.json is that of a byte tokenizer."""
     ours = byte_json()["model"]
     model = raw.get("model")
     return isinstance(model, Mapping) and all(
@@ -190,7 +197,7 @@ def is_byte_json(raw: Mapping[str, Any]) -> bool:
 def special_tokens(
     settings: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, str | int | None]:
-    """Return what tokenizer_config.json calls unk, bos and eos, else their ids in config.json."""
+    """Return unk, bos and eos: names from tokenizer_config.json, else ids from config.json."""
     found: dict[str, str | int | None] = {}
     for name in ("unk", "bos", "eos"):
         number = config.get(f"{name}_token_id")
@@ -248,13 +255,13 @@ def _convert(raw: Mapping[str, Any], settings: Mapping[str, Any]) -> bytes:
             kind = Kind.UNKNOWN if text == special["unk"] else Kind.CONTROL
         elif re.fullmatch("<0x[0-9A-F]{2}>", text):
             kind = Kind.BYTE
-        # Pieces that no merge makes are single characters; what they score matters to nobody.
+        # Pieces that no merge makes are single characters, whose scores have no effect.
         score = -float(ranks.get(text, len(pairs) + number)) if kind == Kind.NORMAL else 0.0
         pieces.append(Piece(text, score, kind))
     if sum(piece.kind == Kind.BYTE for piece in pieces) != 256:
         raise TokenizerError(f"{TOKENIZER_JSON} lacks some of the 256 bytes")
     ours = list(merges(pieces))
-    # The same cuts, in the same order of what they make, however each of those is cut.
+    # The same merges, and the same order of their results; the splits of one result may swap.
     if set(ours) != set(pairs) or list(map("".join, ours)) != list(map("".join, pairs)):
         raise TokenizerError(f"the merges of {TOKENIZER_JSON} do not follow from its vocabulary")
     unk, bos, eos = (ids[special[name]] for name in ("unk", "bos", "eos"))
@@ -262,7 +269,7 @@ def _convert(raw: Mapping[str, Any], settings: Mapping[str, Any]) -> bytes:
 
 
 def _prefix(raw: Mapping[str, Any]) -> bool:
-    """Tell whether a space is put before a text; refuse any other change of the text."""
+    """Return whether a space is put before a text; refuse any other change of the text."""
     steps: list[Mapping[str, Any]] = []
     for section, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
         step = raw.get(section) or {}
@@ -276,13 +283,13 @@ def _prefix(raw: Mapping[str, Any]) -> bool:
             if step.get("prepend_scheme", "always") != "never":
                 raise TokenizerError(
                     f"{TOKENIZER_JSON} puts a space in front of some texts only (Metaspace), which "
-                    "sentencepiece cannot; bring its tokenizer.model along"
+                    "sentencepiece cannot do; add the model's tokenizer.model to the folder"
                 )
         elif kind != "Replace" or (step.get("pattern"), step.get("content")) != (
             {"String": " "},
             SPACE,
         ):
-            raise TokenizerError(f"{TOKENIZER_JSON} changes or cuts text first ({kind})")
+            raise TokenizerError(f"{TOKENIZER_JSON} changes or splits the text first ({kind})")
     return prefix
 
 

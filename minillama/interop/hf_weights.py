@@ -1,8 +1,8 @@
-"""Weights as transformers saves them: one model.safetensors, or shards with an index.
+"""Read weights as transformers saves them: one model.safetensors, or shards with an index.
 
     headers of all files ─▶ names and shapes compared with the config ─▶ tensors
 
-Only headers are read until all of them fit, so that a file that lies costs no memory.  A pickle is
+Only headers are read until all of them fit, so that a false header costs no memory.  A pickle is
 never opened.
 """
 
@@ -21,14 +21,14 @@ from safetensors import SafetensorError, safe_open
 from minillama.config import ModelConfig
 from minillama.errors import CheckpointError
 from minillama.interop.architectures import Architecture, weight_names
-from minillama.interop.arrivals import build, refuse_misfits, shapes_of
+from minillama.interop.importing import build, refuse_misfits, shapes_of
 from minillama.model.transformer import Transformer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _DTYPES = ("F32", "BF16", "F16")
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")
-"""What old versions saved besides weights: it follows from the config."""
+"""Saved by old versions besides weights; they follow from the config."""
 
 _MAX_JSON = 1 << 26
 
@@ -53,7 +53,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_model(folder: Path, config: ModelConfig, row: Architecture) -> Transformer:
-    """Build the model of ``config`` (resolved) with the weights in ``folder``, in float32.
+    """Build the model of ``config`` with the weights in ``folder``, in float32.
 
     Raises:
         CheckpointError: a file is damaged or only pickles are there, or a weight is missing,
@@ -67,24 +67,26 @@ def read_model(folder: Path, config: ModelConfig, row: Architecture) -> Transfor
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 for name in opened.keys():  # noqa: SIM118
                     if name in where:
-                        raise CheckpointError(f"{folder}: {name} stands in two files")
+                        raise CheckpointError(f"{folder}: {name} is in two files")
                     where[name] = opened
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file} is damaged: {error}") from None
         shapes = shapes_of(config, len(where), folder)
         names = weight_names(row, config, "transformers")
-        # A head that is the embedding is saved by some programs a second time.
-        again = "lm_head.weight" if config.tie_embeddings and "lm_head.weight" in where else None
+        # Some programs save a head that is the embedding a second time.
+        tied_head = (
+            "lm_head.weight" if config.tie_embeddings and "lm_head.weight" in where else None
+        )
         headers = {name: opened.get_slice(name) for name, opened in where.items()}
-        refuse_misfits(list(_misfits(headers, names, shapes, again)), str(folder))
+        refuse_misfits(list(_misfits(headers, names, shapes, tied_head)), folder)
         weights = {
             ours: where[theirs].get_tensor(theirs).to(torch.float32)
             for ours, theirs in names.items()
         }
-        head = where[again].get_tensor(again).to(torch.float32) if again else None
+        head = where[tied_head].get_tensor(tied_head).to(torch.float32) if tied_head else None
     if head is not None and not torch.equal(head, weights["embed.weight"]):
         raise CheckpointError(
-            f"{folder}: {again} differs from the embedding, but the config says that they are one "
+            f"{folder}: {tied_head} differs from the embedding, but the config says they are one "
             "(tie_word_embeddings)"
         )
     return build(config, weights)
@@ -98,7 +100,7 @@ def _files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise CheckpointError(f"{folder / INDEX} has no weight_map")
         names = sorted({str(name) for name in weight_map.values()})
-        here = {path.name for path in folder.iterdir()}  # and nowhere else
+        here = {path.name for path in folder.iterdir()}  # no path leads out of the folder
         for name in names:
             if name not in here:
                 raise CheckpointError(f"{folder / INDEX} names {name[:99]!r}, which is not there")
@@ -108,8 +110,8 @@ def _files(folder: Path) -> list[Path]:
     )
     if pickles:
         raise CheckpointError(
-            f"{folder} has its weights in a pickle only ({', '.join(pickles[:3])}), which can run "
-            "code when it is opened; ask its author for safetensors, or save it anew with "
+            f"{folder} has its weights only in a pickle ({', '.join(pickles[:3])}), which can run "
+            "code when it is opened; ask its author for safetensors, or convert it with "
             "transformers"
         )
     raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX}")
@@ -119,10 +121,10 @@ def _misfits(
     headers: Mapping[str, Any],
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
-    again: str | None,
+    tied_head: str | None,
 ) -> Iterator[str]:
     """Yield what is wrong with the weights, each by its name."""
-    known = {*names.values(), again}
+    known = {*names.values(), tied_head}
     yield from (f"{theirs} is missing" for theirs in names.values() if theirs not in headers)
     for theirs in headers:
         if theirs not in known and not _BUFFERS.fullmatch(theirs):

@@ -1,9 +1,9 @@
-"""To and from the folders of Hugging Face's transformers.
+"""To and from folders of Hugging Face's transformers.
 
     checkpoint ─export─▶ config.json  model.safetensors  tokenizer.json  tokenizer_config.json
                          tokenizer.model  generation_config.json  README.md  ─import─▶ checkpoint
 
-No weight is computed with: names change, and the dtype if one asks for it.
+Only the names of weights change, and their dtype if asked for.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from minillama.checkpoint_folders import resolve_checkpoint
 from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError, TokenizerError
 from minillama.files import explain_write_errors, new_folder
 from minillama.interop import hf_config
 from minillama.interop.architectures import architecture_of, weight_names
-from minillama.interop.arrivals import claim, save_imported
 from minillama.interop.hf_tokenizer import (
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
@@ -38,8 +36,10 @@ from minillama.interop.hf_tokenizer import (
     tokenizer_config,
 )
 from minillama.interop.hf_weights import WEIGHTS, read_json, read_model
+from minillama.interop.importing import claim, save_imported
 from minillama.interop.model_card import model_card
 from minillama.training.checkpoint import load_checkpoint
+from minillama.training.checkpoint_folders import resolve_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,12 +50,12 @@ _SENTENCEPIECE = "tokenizer.model"
 
 
 def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) -> str:
-    """Write a checkpoint as a folder that transformers opens; return what to tell the user.
+    """Write a checkpoint as a folder that transformers opens; return a line for the user.
 
     Args:
         checkpoint: a checkpoint, or a run folder, which stands for its best, else its last.
-        out: the new folder; one that is there must be empty.
-        dtype: of the weights, a key of ``DTYPES``; default float32, in which they are trained.
+        out: the new folder; one that exists must be empty.
+        dtype: of the weights, a key of ``DTYPES``; default float32, as they are trained.
 
     Raises:
         ConfigError: there is no such checkpoint or dtype, ``out`` is not empty, or transformers
@@ -65,13 +65,13 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
     """
     dtype = dtype or "float32"
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype = {dtype!r}: transformers' are {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
     folder = resolve_checkpoint(checkpoint)
     model, tokenizer, config = load_checkpoint(folder)
     row = architecture_of(config.model, "transformers")
-    own = model.state_dict()
+    ours_to_weight = model.state_dict()
     names = weight_names(row, config.model, "transformers")
-    weights = {theirs: own[ours].to(DTYPES[dtype]) for ours, theirs in names.items()}
+    weights = {theirs: ours_to_weight[ours].to(DTYPES[dtype]) for ours, theirs in names.items()}
     ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     padding = None
     if not isinstance(tokenizer, NoTokenizer):
@@ -100,7 +100,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
     n_parameters = sum(weight.numel() for weight in weights.values())
     return (
         f"{out}: {row.model_class}, {n_parameters:,} parameters in {dtype}; "
-        f"open it by transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})"
+        f"open it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})"
     )
 
 
@@ -126,17 +126,18 @@ def _tokenizer_files(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> di
 
 
 def import_model(folder: str | Path, out: str | Path) -> str:
-    """Write a folder of transformers as a checkpoint; return what to tell the user.
+    """Write a folder of transformers as a checkpoint; return a line for the user.
 
     The weights become float32.  The checkpoint can be used wherever one is asked for.
 
     Args:
         folder: with config.json, safetensors and the tokenizer's files.
-        out: the new checkpoint; a folder that is there must be empty.
+        out: the new checkpoint; a folder that exists must be empty.
 
     Raises:
         ConfigError: there is no such folder, or ``out`` is not empty.
-        CheckpointError: something in the folder is damaged, unknown or not supported; it is named.
+        CheckpointError: something in the folder is damaged, unknown or not supported; the message
+            names it.
         RunFolderError: ``out`` cannot be written.
     """
     folder, out = Path(folder), Path(out)
@@ -144,25 +145,25 @@ def import_model(folder: str | Path, out: str | Path) -> str:
         raise ConfigError(_no_folder(folder))
     raw = read_json(folder / "config.json")
     shape, row = hf_config.read(raw, str(folder / "config.json"))
-    tokenizer = _read_tokenizer(folder, raw) or NoTokenizer(shape.vocab_size)
+    tokenizer = _read_tokenizer(folder, raw) or NoTokenizer(shape.known_vocab_size)
     model = read_model(folder, shape, row)
     return save_imported(out, folder.resolve().name, model, tokenizer, row)
 
 
 def _no_folder(folder: Path) -> str:
     if folder.is_file():
-        return f"{folder} is a file; name the folder with config.json and {WEIGHTS}"
+        return f"{folder} is a file; give the folder with config.json and {WEIGHTS}"
     if not folder.is_dir():
         return f"no such folder: {folder}"
     names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-    return f"{folder} has no config.json, so it is no model of transformers; it holds {names}"
+    return f"{folder} has no config.json, so it is not a transformers model; it contains {names}"
 
 
 def _read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None:
     """Return the tokenizer in ``folder``, or None if there is none.
 
-    A sentencepiece model comes first, since it can be exported again to all formats; then a
-    tokenizer.json that says the same as one; then any other tokenizer.json, as it is.
+    A sentencepiece model comes first, since it can be exported to all formats; then a
+    tokenizer.json that is equivalent to one; then any other tokenizer.json, as it is.
 
     Raises:
         CheckpointError: there is one, and it cannot be used.
@@ -179,7 +180,7 @@ def _read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None
             return ByteTokenizer()
         has_settings = (folder / TOKENIZER_CONFIG).is_file()
         settings = read_json(folder / TOKENIZER_CONFIG) if has_settings else {}
-        with suppress(TokenizerError):  # it is of another sort
+        with suppress(TokenizerError):  # it is of another kind
             return SentencePieceTokenizer(sentencepiece_of(raw, settings))
         try:
             return JsonTokenizer.of(raw, special_tokens(settings, config))
@@ -187,7 +188,7 @@ def _read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer | None
             reasons.append(f"{TOKENIZER_JSON}: {error}")
     if reasons:
         raise CheckpointError(
-            f"the tokenizer in {folder} cannot be used: {'; '.join(reasons)}.  Without these files "
-            "the model is imported for ids alone"
+            f"the tokenizer in {folder} cannot be used: {'; '.join(reasons)}.  Remove these files "
+            "to import the model without a tokenizer"
         )
     return None

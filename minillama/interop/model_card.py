@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is, what it was trained on, how good it is."""
+"""The README.md of an exported model: its shape, its training data and its metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minillama.interop.architectures import Architecture
 
 
 def model_card(checkpoint: Path, config: RunConfig, row: Architecture, dtype: str) -> str:
-    """Write the card of a ``checkpoint``, with metrics if it stands in its run folder."""
+    """Return the card of a ``checkpoint``, with metrics if it is still in its run folder."""
     model, norm = config.model, config.model.norm
     options = ", ".join(f"{key}: {value}" for key, value in norm.options.items())
     rows = {
@@ -55,13 +55,13 @@ ids = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 ```
 
-The tokenizer puts `<s>`, which every document began with, in front of a text, and takes special
-tokens that are typed as plain text; `split_special_tokens=False` reads them as special.
+The tokenizer puts `<s>`, which began every document, in front of a text. Special tokens that are
+typed in a text stay plain text; `split_special_tokens=False` reads them as special.
 """
 
 
 def _metrics(checkpoint: Path) -> dict[str, str]:
-    """Return what the run's files, two folders up, say of this checkpoint; nothing without them."""
+    """Return the metrics of this checkpoint from its run's files, two folders up, if they exist."""
     checkpoint = checkpoint.resolve()
     run, number = checkpoint.parent.parent, checkpoint.name.removeprefix("step-")
     if not number.isdigit():
@@ -78,7 +78,7 @@ def _metrics(checkpoint: Path) -> dict[str, str]:
 
 
 def _mappings(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the mappings in a file of JSON lines, the last of which a kill may have torn."""
+    """Yield the mappings in a file of JSON lines, the last of which may be incomplete."""
     if not file.is_file():
         return
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():

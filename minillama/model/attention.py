@@ -34,7 +34,6 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0, *, qkv_norm: bool = False) -> None:
         super().__init__()
-        config = config.resolve()
         self.layer = layer
         self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.head_dim

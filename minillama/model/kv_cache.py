@@ -31,7 +31,6 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        config = config.resolve()
         shape = (config.n_layers, batch, config.n_kv_heads, capacity, config.head_dim)
         self.k_LBGSK = torch.zeros(shape, dtype=dtype, device=device)
         self.v_LBGSK = torch.zeros(shape, dtype=dtype, device=device)

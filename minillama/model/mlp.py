@@ -17,7 +17,6 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        config = config.resolve()
         self.gate_proj = Linear(config.dim, config.ffn_dim)
         self.up_proj = Linear(config.dim, config.ffn_dim)
         self.down_proj = Linear(config.ffn_dim, config.dim)

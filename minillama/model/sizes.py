@@ -38,7 +38,7 @@ def misfits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> list[st
     times what ``shapes``, of weights by our names, take.
     """
     dim, head_dim = config.dim, config.head_dim
-    expected: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, dim)}
+    expected: dict[str, tuple[int, ...]] = {"embed.weight": (config.known_vocab_size, dim)}
     for layer in range(config.n_layers):
         block = f"blocks.{layer}"
         expected[f"{block}.attention.q_proj.weight"] = (config.n_heads * head_dim, dim)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minillama.config import ModelConfig
-from minillama.errors import ConfigError
 from minillama.model.attention import Attention
 from minillama.model.kernels import IGNORED, Options, linear, linear_cross_entropy
 from minillama.model.kv_cache import KVCache
@@ -105,13 +104,12 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
-        self.config = config = config.resolve()
-        if config.vocab_size is None:
-            raise ConfigError("model.vocab_size is not set; set it to the tokenizer's vocab_size")
+        self.config = config
+        vocab_size = config.known_vocab_size
         norm = config.norm
         placed = PLACEMENTS.get(norm.placement).final_norm
         has_final_norm = placed if norm.final_norm is None else norm.final_norm
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.embed = nn.Embedding(vocab_size, config.dim)
         scale = math.sqrt(config.dim)
         self.register_parameter(
             "embed_scale",
@@ -127,7 +125,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.final_norm = build_norm(norm, config.dim, "final") if has_final_norm else nn.Identity()
         if not config.tie_embeddings:
-            self.lm_head = Linear(config.dim, config.vocab_size)
+            self.lm_head = Linear(config.dim, vocab_size)
         initialise(self, seed)
 
     def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:

@@ -118,7 +118,7 @@ def count_flops(config: RunConfig) -> Compute:
     model, seq_len = config.model, config.data.seq_len
     attention = 4 * model.n_heads * model.head_dim * seq_len
     blocks = model.n_layers * (2 * sum(block_matrices(model)) + attention)
-    forward = blocks + 2 * model.vocab_size * model.dim
+    forward = blocks + 2 * model.known_vocab_size * model.dim
     return Compute(
         forward=forward,
         backward=2 * forward,

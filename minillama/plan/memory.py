@@ -177,7 +177,7 @@ def copies_bytes(config: ModelConfig, how: Execution) -> int:
     """Return the bytes of copies of weights that the backward pass reads."""
     matrices, n_blocks = sum(block_matrices(config)), 1 if how.recompute else config.n_layers
     if how.autocast:
-        return BFLOAT16 * (n_blocks * matrices + config.vocab_size * config.dim)
+        return BFLOAT16 * (n_blocks * matrices + config.known_vocab_size * config.dim)
     # q, k and v in one matrix, gate and up in another; o_proj and down_proj are read as they are,
     # and so is the whole MLP where it is one kernel.
     one_kernel = how.kernels and is_one_kernel(config.dim, config.ffn_dim)
@@ -196,10 +196,10 @@ def loss_bytes(config: ModelConfig, n_tokens: int, how: Execution, *, z_loss: bo
     """
     more = (config.logit_softcap > 0) + z_loss
     if how.compiled:
-        return (3 + more) * config.vocab_size * n_tokens * FLOAT32
-    rows = min(n_tokens, max(CHUNK_ROWS, CHUNK_NUMBERS // config.vocab_size))
-    head = 2 * config.vocab_size * config.dim
-    return FLOAT32 * ((1 + more) * rows * config.vocab_size + head + n_tokens * config.dim)
+        return (3 + more) * config.known_vocab_size * n_tokens * FLOAT32
+    rows = min(n_tokens, max(CHUNK_ROWS, CHUNK_NUMBERS // config.known_vocab_size))
+    head = 2 * config.known_vocab_size * config.dim
+    return FLOAT32 * ((1 + more) * rows * config.known_vocab_size + head + n_tokens * config.dim)
 
 
 def micro_batch(config: RunConfig, n_ranks: int = 1) -> int:

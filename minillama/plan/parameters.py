@@ -126,7 +126,7 @@ def count_parameters(config: ModelConfig) -> Parameters:
     """
     layout = Layout.of(config)
     attention, mlp = block_matrices(config)
-    embedding = config.vocab_size * config.dim
+    embedding = config.known_vocab_size * config.dim
     return Parameters(
         embedding=embedding,
         attention=config.n_layers * attention,

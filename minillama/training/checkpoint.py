@@ -27,15 +27,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minillama.checkpoint_folders import (
-    CONFIG,
-    OPTIMIZER,
-    TOKENIZER,
-    TRAINER_STATE,
-    WEIGHTS,
-    resolve_checkpoint,
-    step_folders,
-)
 from minillama.config import RunConfig
 from minillama.config.loading import check
 from minillama.config.run import load_plugins_of
@@ -44,6 +35,15 @@ from minillama.errors import CheckpointError, ConfigError, MinillamaError
 from minillama.files import explain_write_errors, new_folder, sha256_of_file
 from minillama.model.sizes import absurd_sizes, misfits
 from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.training.checkpoint_folders import (
+    CONFIG,
+    OPTIMIZER,
+    TOKENIZER,
+    TRAINER_STATE,
+    WEIGHTS,
+    resolve_checkpoint,
+    step_folders,
+)
 from minillama.training.device import pick_device
 
 # ------------------------------------------------------------------------------------------ write
@@ -229,7 +229,7 @@ def read_for_resume(folder: Path) -> Resumed:
         raise CheckpointError(f"{error}{_offer(folder)}") from error
 
 
-def _read_config(folder: Path) -> RunConfig:
+def read_config(folder: Path) -> RunConfig:
     """Return the config of the run that wrote the checkpoint ``folder``.
 
     Raises:
@@ -251,13 +251,13 @@ def _read_config(folder: Path) -> RunConfig:
         )
     load_plugins_of(raw)
     try:
-        return check(RunConfig, raw, str(file))  # resolved when it was written
+        return check(RunConfig, raw, str(file))
     except ConfigError as error:
         raise CheckpointError(f"not a config of this version of minillama: {error}") from None
 
 
 def _read(folder: Path) -> tuple[RunConfig, dict[str, Tensor], Tokenizer]:
-    config = _read_config(folder)
+    config = read_config(folder)
     sums = _read_sums(folder)
     file = folder / WEIGHTS
     try:

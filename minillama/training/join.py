@@ -32,7 +32,7 @@ def join(config: RunConfig) -> Iterator[Ranks]:
                 f"torchrun has started {launch.world_size()} processes, and each would train the "
                 "whole model; set train.parallel=ddp or fsdp, or start one without torchrun"
             )
-            raise launch.alike(ConfigError(f"train.parallel = none: {rule}"))
+            raise launch.on_first_rank(ConfigError(f"train.parallel = none: {rule}"))
         yield Ranks(pick_device(train.device))
         return
     if not launch.by_torchrun():
@@ -65,13 +65,13 @@ def _check(train: TrainConfig, n: int) -> None:
         rule = "needs a scale of the loss that processes agree on; set bfloat16"
         faults.append(FieldError("train.dtype", train.dtype, rule))
     if faults:
-        raise launch.alike(ConfigError.of(f"train.parallel = {train.parallel}", faults))
+        raise launch.on_first_rank(ConfigError.of(f"train.parallel = {train.parallel}", faults))
 
 
 def _own_device(name: str) -> torch.device:
     n_gpus, n_local = torch.cuda.device_count(), launch.local_world_size()
     if name not in ("auto", "cpu", "cuda"):
-        raise launch.alike(
+        raise launch.on_first_rank(
             ConfigError(
                 f"train.device = {name}: every process has a GPU of its own, or none has; set "
                 "auto, cpu or cuda"
@@ -80,7 +80,7 @@ def _own_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not n_gpus):
         return torch.device("cpu")
     if n_local > n_gpus:
-        raise launch.alike(
+        raise launch.on_first_rank(
             ConfigError(
                 f"train.device = {name}: {n_local} processes, but {n_gpus} GPUs on this machine; "
                 "lower --nproc-per-node, or set train.device=cpu"

@@ -16,6 +16,7 @@ import torch
 import minillama
 from minillama import launch
 from minillama.config import RunConfig
+from minillama.config.run import deciding_fields
 from minillama.training.spikes import COLLAPSE_MARGIN, SPIKE_WINDOW, is_spike
 
 Fate = Literal["ok", "diverged", "collapsed"]
@@ -154,10 +155,9 @@ def summarise(
 
 
 def hash_config(config: RunConfig) -> str:
-    """Return a SHA-256 of all that decides a run's numbers: not its name, folder or loggers."""
-    plain = config.model_dump(mode="json", exclude={"name", "out_dir", "loggers"})
-    del plain["data"]["workers"]  # of which the data does not depend
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    """Return a SHA-256 of all fields that decide a run's numbers."""
+    text = json.dumps(deciding_fields(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _mean(values: list[float]) -> float | None:

@@ -44,7 +44,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from minillama import launch
-from minillama.checkpoint_folders import OPTIMIZER
 from minillama.config.run import TrainConfig
 from minillama.data.batches import Batches, rows_of_rank
 from minillama.errors import (
@@ -54,6 +53,7 @@ from minillama.errors import (
 )
 from minillama.files import sha256_of_file
 from minillama.model.transformer import LossSums, Transformer, is_norm_parameter
+from minillama.training.checkpoint_folders import OPTIMIZER
 from minillama.training.interrupt import AgreedStop, StopSignal
 from minillama.training.ranks import Loss, Ranks
 

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from minillama.checkpoint_folders import OPTIMIZER
 from minillama.data.batches import Batches
 from minillama.model.transformer import LossSums, Transformer
 from minillama.training.checkpoint import load_weights
+from minillama.training.checkpoint_folders import OPTIMIZER
 from minillama.training.interrupt import StopSignal
 from minillama.training.optim import clip_gradients
 

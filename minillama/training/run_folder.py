@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from minillama import launch
-from minillama.checkpoint_folders import step_folders, step_of
 from minillama.config import RunConfig
-from minillama.config.run import to_yaml
+from minillama.config.fields import NO_EFFECT, RESUMABLE
+from minillama.config.loading import flatten
+from minillama.config.run import to_yaml, with_mark
 from minillama.errors import ConfigError, DivergedError, FieldError, RunFolderError
 from minillama.files import (
     explain_write_errors,
@@ -29,6 +30,7 @@ from minillama.files import (
     replace_link,
     write_atomic,
 )
+from minillama.training.checkpoint_folders import step_folders, step_of
 from minillama.training.outcome import hash_config
 
 OURS = (
@@ -47,33 +49,8 @@ OURS = (
 )
 """What an overwritten run loses, in this order; a folder only if nothing else is in it."""
 
-MAY_CHANGE = frozenset(
-    (
-        "name",
-        "out_dir",
-        "loggers",
-        "data.workers",
-        "train.steps",
-        "train.eval_every",
-        "train.save_every",
-        "train.keep_last",
-        "train.log_every",
-        "train.probe_every",
-        "train.sample_prompt",
-        "train.device",
-        "train.compile",
-        "train.on_nonfinite",
-        "train.max_skips",
-        "train.parallel",
-        "train.profile",
-        "train.recompute",
-    )
-)
-"""The fields that a resumed run may have otherwise than it began.
-
-What becomes of an update that is not finite is among them: a run that it has stopped may go on from
-its last checkpoint by another rule.
-"""
+MAY_CHANGE = with_mark(NO_EFFECT) | with_mark(RESUMABLE)
+"""The fields in which a resumed run may differ from its beginning."""
 
 _log = logging.getLogger("minillama")
 
@@ -156,14 +133,15 @@ class RunFolder:
         A run of before, which this one was refused to mix with or was to replace, is another.
         """
         try:
-            return launch.restarts() > 0 and self._job.read_text(encoding="utf-8") == launch.job()
+            job = self._job.read_text(encoding="utf-8")
         except OSError:
             return False
+        return launch.restarts() > 0 and job == launch.job_id()
 
     def begin(self, config: RunConfig) -> None:
         """Write the config and make room for checkpoints; an older summary is true no longer."""
         if launch.by_torchrun():
-            write_atomic(self._job, launch.job())
+            write_atomic(self._job, launch.job_id())
         self.summary.unlink(missing_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         write_atomic(self.config, to_yaml(config))
@@ -290,15 +268,5 @@ def check_resumable(saved: RunConfig, config: RunConfig, step: int, where: Path)
 
 def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the dotted names of all fields in which two configs differ, with both values."""
-    a, b = _flat(one.model_dump(mode="json")), _flat(other.model_dump(mode="json"))
+    a, b = flatten(one.model_dump(mode="json")), flatten(other.model_dump(mode="json"))
     return {n: (a.get(n), b.get(n)) for n in sorted(a | b) if a.get(n) != b.get(n)}
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in section.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

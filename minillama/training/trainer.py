@@ -28,10 +28,8 @@ import torch
 from torch import Tensor
 
 from minillama import launch
-from minillama.checkpoint_folders import step_of
 from minillama.config import RunConfig
 from minillama.config.model import advice
-from minillama.config.run import resolve
 from minillama.data.batches import Batches
 from minillama.data.prepare import Prepared, prepare
 from minillama.errors import DivergedError, InterruptedRunError
@@ -39,12 +37,14 @@ from minillama.evaluation import evaluate
 from minillama.model.kernels import IGNORED
 from minillama.model.transformer import Transformer, is_norm_parameter
 from minillama.plan.limit import refuse_what_cannot_fit
+from minillama.training.assemble import assemble
 from minillama.training.bar import progress_bar, shown
 from minillama.training.checkpoint import (
     hash_tensors,
     initialise_from,
     read_for_resume,
 )
+from minillama.training.checkpoint_folders import step_of
 from minillama.training.device import describe_device
 from minillama.training.interrupt import StopSignal
 from minillama.training.join import join
@@ -76,7 +76,7 @@ def train(
     Seeds torch's global generator with ``train.seed``.
 
     Args:
-        config: of the run; what is not resolved in it yet will be.
+        config: of the run.
         resume: go on from the newest checkpoint in the run folder; start anew if there is none.
         overwrite: replace the run that the folder holds.
         progress: show a bar on stderr.
@@ -92,8 +92,7 @@ def train(
         CheckpointError: the checkpoint to go on from is damaged.
     """
     began = time.time() if began is None else began
-    config = resolve(config)
-    assert config.out_dir is not None
+    config = assemble(config)
     with join(config) as ranks, ExitStack() as stack:
         with ranks.together():
             trainer = _set_up(config, ranks, stack, resume=resume, overwrite=overwrite)
@@ -111,7 +110,7 @@ def _set_up(
     check_loggers(config.loggers)
     for line in advice(config.model):
         _log.warning("%s: %s", config.name, line)
-    folder = RunFolder(Path(str(config.out_dir)))
+    folder = RunFolder(Path(config.out_dir))
     if ranks.from_main(folder.restarted()):
         resume, overwrite = True, False
     if ranks.is_main:
@@ -246,7 +245,7 @@ class Trainer:
         step = progress.step + 1
         with self.clock.part("data"):
             inputs_BT, targets_BT = self.ranks.batch(self.batches, progress.step)
-        check_ids(self.prepared.folder, config.model.vocab_size, inputs_BT, targets_BT)
+        check_ids(self.prepared.folder, config.model.known_vocab_size, inputs_BT, targets_BT)
         count = int(self.ranks.sum(int((targets_BT != IGNORED).sum())))
         probing = config.train.probe_every and step % config.train.probe_every == 0
         probe = StepProbe(self.model, self.ranks.norm) if probing and self.ranks.probes() else None
@@ -336,7 +335,7 @@ class Trainer:
         if stop.requested:
             self._tick()
             self.journal.summarise(self._summary(None))
-            raise launch.alike(
+            raise launch.on_first_rank(
                 InterruptedRunError(
                     f"stopped after step {step} of {train.steps} and saved; go on with: "
                     + launch.command("train", str(self.folder.config), "--resume")
@@ -387,7 +386,7 @@ class Trainer:
                 )
         start = progress.init_val_loss
         if self.config.init_from is not None:  # it began trained: no better is not diverged
-            start = max(start, math.log(self.config.model.vocab_size))
+            start = max(start, math.log(self.config.model.known_vocab_size))
         judged = fate(progress.val_loss, start, self.prepared.meta.unigram_entropy)
         summary = self._summary(judged, sample)
         self.journal.summarise(summary)
@@ -413,7 +412,7 @@ class Trainer:
     def _diverged(self, what: str) -> NoReturn:
         self._tick()
         self.journal.summarise(self._summary("diverged"))
-        raise launch.alike(
+        raise launch.on_first_rank(
             DivergedError(
                 f"training diverged: {what}; last good checkpoint: "
                 f"{self.folder.newest() or 'none yet'}; {remedies(self.config)}"

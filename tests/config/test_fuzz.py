@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from minillama.config import RunConfig, load_config
 from minillama.config import loading as reading
 from minillama.config.ablation import AblationConfig, load_ablation
-from minillama.config.run import OWNED_BY_KIND, parse_run, resolve, to_yaml
+from minillama.config.run import OWNED_BY_KIND, parse_run, to_yaml
 from minillama.errors import ConfigError
 
 even = st.integers(1, 8).map(lambda n: 2 * n)
@@ -106,7 +106,6 @@ def valid_configs(draw):
 @settings(max_examples=100, deadline=None)
 def test_a_valid_config_is_accepted_and_stays_what_it_is(tmp_path_factory, raw):
     config = parse_run(raw, "raw")
-    assert resolve(config) == config
     assert parse_run(config.model_dump(), "dump") == config
     file = tmp_path_factory.getbasetemp() / "any.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
@@ -116,8 +115,8 @@ def test_a_valid_config_is_accepted_and_stays_what_it_is(tmp_path_factory, raw):
     assert load_config(file, [f"train.{override}" for override in dotted]) == config
 
 
-PATHS = sorted(set(reading._leaves(RunConfig)) - {"plugins"})
-ABLATION_PATHS = sorted(set(reading._leaves(AblationConfig)) - {"base.plugins"})
+PATHS = sorted({path for path, _ in reading.fields_of(RunConfig)} - {"plugins"})
+ABLATION_PATHS = sorted(path for path, _ in reading.fields_of(AblationConfig))
 numbers = ["0", "1", "2", "3", "-1", "7", "128", "1e-3", ".nan", ".inf", "1e400", "9" * 20]
 kinds = ["rmsnorm", "dyt", "byte", "hybrid", "head", "fan_in", "linear", "llama3", "files", "hub"]
 plain = ["", "true", "null", "no", "x", "?", "="]

@@ -82,9 +82,9 @@ def test_not_a_number_is_one(tmp_path):
     [
         ("a: 1\nb: [1, 2\n", "line 3, column 1: not valid YAML"),
         ("\ta: 1\n", "line 1, column 1: not valid YAML"),
-        ("a: 1\na: 2\n", "line 2, column 1: not valid YAML: the key 'a' stands twice"),
-        ("x:\n  a: 1\n  'a': 2\n", "line 3, column 3: not valid YAML: the key 'a' stands twice"),
-        ("x: {a: {b: 1, b: 2}}\n", "the key 'b' stands twice"),
+        ("a: 1\na: 2\n", "line 2, column 1: not valid YAML: the key 'a' appears twice"),
+        ("x:\n  a: 1\n  'a': 2\n", "line 3, column 3: not valid YAML: the key 'a' appears twice"),
+        ("x: {a: {b: 1, b: 2}}\n", "the key 'b' appears twice"),
         ("? [1, 2]\n: 3\n", "unhashable key"),
         ("? {a: 1}\n: 3\n", "unhashable key"),
         ("a: &a [*a]\n", "not valid YAML: nested too deeply, or holds itself"),
@@ -146,7 +146,7 @@ top: {<<: *inner, mode: 3}
         "deep": {"inner": {"kind": 2, "mode": 1}},
         "top": {"kind": 2, "mode": 3},
     }
-    with pytest.raises(ConfigError, match="'<<' stands twice"):
+    with pytest.raises(ConfigError, match="'<<' appears twice"):
         read(tmp_path, "b: &b {k: 1}\nx: {<<: *b, <<: *b}\n")
 
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillama.config import RunConfig
-from minillama.config.run import resolve
 from minillama.data.prepare import Prepared, Split, cut, prepare
 from minillama.data.sources import Documents
 from minillama.data.tokenizer import ByteTokenizer, train_tokenizer
@@ -33,7 +32,7 @@ def write(folder: Path, *texts: str) -> list[str]:
 
 def config(files: list[str], tokenizer: dict | None = None, **data) -> RunConfig:
     data = {"source": {"kind": "files", "files": files}, "seq_len": 8, "val_fraction": 0.2, **data}
-    return resolve(RunConfig(data=data, tokenizer=tokenizer or {"kind": "byte"}))
+    return RunConfig(data=data, tokenizer=tokenizer or {"kind": "byte"})
 
 
 def documents(texts: list[str]) -> Documents:
@@ -249,11 +248,11 @@ def test_a_second_run_imports_neither_datasets_nor_torch_and_is_quick(tmp_path):
     prepare(config(files))
     program = (
         "import sys, time\n"
-        "from minillama.config.run import RunConfig, resolve\n"
+        "from minillama.config.run import RunConfig\n"
         "from minillama.data.prepare import prepare\n"
         f"data = {config(files).data.model_dump()!r}\n"
         "start = time.monotonic()\n"
-        "prepare(resolve(RunConfig(data=data, tokenizer={'kind': 'byte'})))\n"
+        "prepare(RunConfig(data=data, tokenizer={'kind': 'byte'}))\n"
         "assert time.monotonic() - start < 1\n"
         "assert not {'datasets', 'torch', 'pyarrow'} & set(sys.modules)\n"
     )

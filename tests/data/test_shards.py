@@ -85,7 +85,7 @@ def test_the_hash_of_batches_follows_that_of_the_files(some, tmp_path):
 def test_evaluate_reads_shards(tmp_path):
     tokens = write(tmp_path, 40, 9, 60, below=17)
     config = ModelConfig(vocab_size=17, dim=16, n_layers=1, n_heads=2, max_seq_len=8)
-    model = Transformer(config.resolve(17))
+    model = Transformer(config)
     assert evaluate(model, tokens, batch_size=3) == evaluate(
         model, np.asarray(tokens), batch_size=3
     )

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from minillama.config import RunConfig
-from minillama.config.run import resolve
 from minillama.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_tokenizer
 from minillama.model.transformer import Transformer
+from minillama.training.assemble import assemble
 from minillama.training.checkpoint import save_checkpoint
 
 NORMS: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def save(tmp_path: Path, bpe: Path) -> Save:
         architecture: str = "llama", tokenizer: str = "bpe", name: str = "ours", **model: Any
     ) -> Path:
         path = {"kind": "bpe", "path": str(bpe)} if tokenizer == "bpe" else {"kind": "byte"}
-        config = resolve(
+        config = assemble(
             RunConfig.model_validate(
                 {"model": SHAPE | {"norm": NORMS[architecture]} | model, "tokenizer": path}
             )

@@ -13,8 +13,8 @@ import torch
 
 from minillama.data.tokenizer import SentencePieceTokenizer
 from minillama.errors import ConfigError
-from minillama.interop.gguf import export, interleave, part
-from minillama.interop.pieces import read_pieces, write_pieces
+from minillama.interop.gguf import deinterleave, export, interleave
+from minillama.interop.sentencepiece_proto import read_pieces, write_pieces
 from minillama.sampling import generate
 from minillama.training.checkpoint import load_checkpoint, save_checkpoint
 
@@ -176,7 +176,7 @@ def test_rows_that_turn_together_come_to_stand_side_by_side():
     weight = np.arange(16, dtype=np.float32).reshape(16, 1)
     turned = interleave(weight, 8)
     assert turned[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
-    assert np.array_equal(part(turned, 8), weight)
+    assert np.array_equal(deinterleave(turned, 8), weight)
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_what_llama_cpp_cannot_compute_is_refused(refused):
 def test_nothing_is_overwritten_and_nothing_half_written_left(save, tmp_path, monkeypatch):
     folder = save()
     (tmp_path / "m.gguf").write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         export(folder, tmp_path / "m.gguf")
     assert (tmp_path / "m.gguf").read_text() == "mine"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import ConfigError, TokenizerError
 from minillama.interop import hf_tokenizer
-from minillama.interop.pieces import read_pieces, write_pieces
+from minillama.interop.sentencepiece_proto import read_pieces, write_pieces
 
 Theirs = Callable[[Tokenizer], Any]
 
@@ -126,8 +126,14 @@ def changed(raw: dict[str, Any], **model: Any) -> dict[str, Any]:
         (lambda raw: changed(raw, type="Unigram"), "is Unigram without byte fallback"),
         (lambda raw: changed(raw, byte_fallback=False), "is BPE without byte fallback"),
         (lambda raw: hf_tokenizer.byte_json(), "is byte-level BPE"),
-        (lambda raw: raw | {"normalizer": {"type": "NFKC"}}, "changes or cuts text first (NFKC)"),
-        (lambda raw: raw | {"pre_tokenizer": {"type": "Digits"}}, "changes or cuts text first"),
+        (
+            lambda raw: raw | {"normalizer": {"type": "NFKC"}},
+            "changes or splits the text first (NFKC)",
+        ),
+        (
+            lambda raw: raw | {"pre_tokenizer": {"type": "Digits"}},
+            "changes or splits the text first",
+        ),
         (lambda raw: changed(raw, merges=raw["model"]["merges"][1:]), "do not follow"),
         (lambda raw: changed(raw, merges=sorted(raw["model"]["merges"])), "do not follow"),
         (lambda raw: changed(raw, vocab=raw["model"]["vocab"] | {"new": 9999}), "not 0 to n - 1"),

@@ -37,7 +37,7 @@ def by_part(model: Transformer) -> dict[str, int]:
 @pytest.mark.parametrize("kind", [*NORM_KINDS])
 def test_every_kind_and_placement_is_counted_as_it_is_built(kind: str, placement: str) -> None:
     norm = {"kind": kind, "placement": placement, "embed_norm": True}
-    config = ModelConfig.model_validate(SHAPE | {"norm": norm}).resolve()
+    config = ModelConfig.model_validate(SHAPE | {"norm": norm})
     count = count_parameters(config)
     assert vars(count) == by_part(Transformer(config))
     assert count.total == sum(p.numel() for p in Transformer(config).parameters())
@@ -56,7 +56,7 @@ def test_every_kind_and_placement_is_counted_as_it_is_built(kind: str, placement
     ids=str,
 )
 def test_options_are_counted_as_they_are_built(changed: dict[str, Any]) -> None:
-    config = ModelConfig.model_validate(SHAPE | changed).resolve()
+    config = ModelConfig.model_validate(SHAPE | changed)
     assert vars(count_parameters(config)) == by_part(Transformer(config))
 
 
@@ -70,6 +70,6 @@ def test_a_norm_of_ones_own_is_counted_and_the_large_is_not_built() -> None:
         return norm
 
     large = SHAPE | {"dim": 1 << 16, "vocab_size": 1 << 24, "norm": {"kind": "three-gains"}}
-    count = count_parameters(ModelConfig.model_validate(large).resolve())
+    count = count_parameters(ModelConfig.model_validate(large))
     assert count.norms == (2 * 5 + 1) * 3 << 16
     assert count.embedding == 1 << 40

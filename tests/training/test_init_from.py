@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from minillama.config import RunConfig, load_config
-from minillama.config.run import resolve
 from minillama.errors import CheckpointError, ConfigError
 from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.training.assemble import assemble
 from minillama.training.checkpoint import initialise_from, load_checkpoint
 from minillama.training.trainer import train
 
@@ -31,7 +32,7 @@ def write(corpus, tmp_path):
             f"data: {{source: {{kind: files, files: [{corpus}]}}, seq_len: 24}}\n"
             f"train: {{steps: 3, batch_size: 4}}\n{lines}"
         )
-        return load_config(file, overrides)
+        return assemble(load_config(file, overrides))
 
     return write
 
@@ -47,7 +48,7 @@ def test_model_and_tokenizer_come_from_the_checkpoint(parent, write):
     saved = load_checkpoint(parent)[2]
     assert config.model == saved.model
     assert config.tokenizer.kind == "byte"
-    assert resolve(config) == config
+    assert assemble(config) == config
 
 
 def test_training_begins_from_the_checkpoints_weights(parent, write):
@@ -101,7 +102,7 @@ def test_an_interrupted_child_needs_its_parent_no_more(parent, write, tmp_path):
     )
     train(config, progress=False)
     parent.rename(tmp_path / "moved")
-    longer = resolve(
+    longer = assemble(
         config.model_copy(update={"train": config.train.model_copy(update={"steps": 5})})
     )
     assert train(longer, resume=True, progress=False)["steps"] == 5
@@ -140,16 +141,20 @@ def test_a_child_that_is_no_better_than_its_parent_has_not_diverged(write, tmp_p
 
 @pytest.mark.parametrize(
     ("damage", "rule"),
-    [("[1]", "holds no config"), ("{", "Expecting property name"), ('{"modle": 1}', "modle = 1")],
+    [("[1]", "holds no config"), ("{", "it is not JSON"), ('{"modle": 1}', "modle = 1")],
 )
 def test_what_cannot_be_begun_from_is_refused_as_a_fault_of_init_from(
     parent, damage, rule, tmp_path
 ):
-    for file in (parent / "checkpoints").glob("*/config.json"):
+    for file in (parent / "checkpoints").glob("step-*/config.json"):
         file.write_text(damage)
+        with pytest.raises(ConfigError, match="its checksum does not match"):
+            assemble(RunConfig(init_from=str(parent)))
+        weights = file.with_name("model.safetensors")
+        save_file(load_file(weights), weights)  # another program writes no checksums
     for path, said in ((parent, rule), ("\0", "no checkpoint at"), (tmp_path, "no checkpoint at")):
         with pytest.raises(ConfigError) as caught:
-            resolve(RunConfig(init_from=str(path)))
+            assemble(RunConfig(init_from=str(path)))
         [fault] = caught.value.field_errors
         assert (fault.path, fault.value) == ("init_from", str(path))
         assert said in fault.rule

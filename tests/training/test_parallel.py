@@ -424,7 +424,7 @@ def test_a_restart_goes_on_only_with_a_run_of_its_own(runs, alone, one_rank):
     assert launch.restarts() == 1
     with pytest.raises(ConfigError, match="already holds a finished run"):
         runs.alone("older")
-    (folder / ".torchrun").write_text(launch.job())
+    (folder / ".torchrun").write_text(launch.job_id())
     runs.alone("older")
 
 

@@ -1,4 +1,4 @@
-"""What every import and export does with the place it writes to."""
+"""What all imports share: checks before anything is built, and writing the checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from minillama.config import ModelConfig, RunConfig
-from minillama.config.run import resolve
 from minillama.data.foreign import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError
@@ -25,53 +24,53 @@ KINDS: dict[type, str] = {
     JsonTokenizer: "json",
     NoTokenizer: "none",
 }
-"""What a config calls a tokenizer, ``tokenizer.kind``."""
+"""``tokenizer.kind`` of each class."""
 
 
 def claim(out: Path) -> None:
-    """Make way for a new ``out``, of which only an empty folder may be there.
+    """Make sure that ``out`` can be created; an empty folder there is removed.
 
     Raises:
-        ConfigError: ``out`` is there and holds something.
+        ConfigError: ``out`` exists and is not an empty folder.
         RunFolderError: its parent cannot be written.
     """
     with explain_write_errors(out):
         if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
             out.rmdir()
         if out.exists() or out.is_symlink():
-            raise ConfigError(f"{out} is there already; name another, or remove it first")
+            raise ConfigError(f"{out} already exists; choose another path, or remove it first")
         out.parent.mkdir(parents=True, exist_ok=True)
 
 
 def shapes_of(config: ModelConfig, n_tensors: int, where: Path) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every weight of a model of ``config`` (resolved).
+    """Return the shape of every weight of a model of ``config``, by its name.
 
-    It costs no memory, whatever the config says: sizes beyond any model, or beyond what
+    It allocates nothing, whatever the config says: sizes beyond any model, or beyond what
     ``n_tensors`` tensors can hold, are refused first.
 
     Raises:
-        CheckpointError: a size is absurd; all of them are named, and ``where`` they stand.
+        CheckpointError: a size is absurd; the message names all of them, and the file ``where``.
     """
-    faults = absurd_sizes(config, n_tensors)
-    if faults:
-        raise CheckpointError(f"{where}: {'; '.join(faults)}")
+    errors = absurd_sizes(config, n_tensors)
+    if errors:
+        raise CheckpointError(f"{where}: {'; '.join(errors)}")
     with torch.device("meta"):
         model = Transformer(config.model_copy(update={"max_seq_len": 1}))
     return {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
 
 
-def refuse_misfits(faults: list[str], what: str) -> None:
-    """Raise a CheckpointError on the weights of ``what`` if there are ``faults``."""
-    if faults:
-        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+def refuse_misfits(errors: list[str], where: Path) -> None:
+    """Raise one CheckpointError with the ``errors`` of the weights in ``where``, if any."""
+    if errors:
+        more = f"; and {len(errors) - 8} more" if len(errors) > 8 else ""
         raise CheckpointError(
-            f"the weights in {what} do not fit its config: {'; '.join(faults[:8])}{more}"
+            f"the weights in {where} do not fit its config: {'; '.join(errors[:8])}{more}"
         )
 
 
 def build(config: ModelConfig, weights: dict[str, Tensor]) -> Transformer:
-    """Return the model of ``config`` that owns ``weights``, in eval mode."""
-    with torch.device("meta"):  # no second copy of the weights
+    """Return the model of ``config`` with these ``weights``, in eval mode."""
+    with torch.device("meta"):  # without a second copy of the weights
         model = Transformer(config)
     model.load_state_dict(weights, assign=True)
     return model.eval()
@@ -84,18 +83,18 @@ def save_imported(
     tokenizer: Tokenizer,
     row: Architecture,
 ) -> str:
-    """Write the checkpoint of an imported model, and say what it is.
+    """Write the checkpoint of an imported model; return a line for the user.
 
     Raises:
         CheckpointError: the tokenizer has more ids than the model.
-        ConfigError: ``out`` is there already.
+        ConfigError: ``out`` already exists.
         RunFolderError: it cannot be written.
     """
     shape = model.config
-    if tokenizer.vocab_size > shape.vocab_size:
+    if tokenizer.vocab_size > shape.known_vocab_size:
         raise CheckpointError(
-            f"the tokenizer of {name} has {tokenizer.vocab_size} ids, but the model's vocabulary "
-            f"{shape.vocab_size}; it belongs to another model"
+            f"the tokenizer of {name} has {tokenizer.vocab_size} ids, more than the model's "
+            f"vocabulary of {shape.vocab_size}; it belongs to another model"
         )
     kind = KINDS[type(tokenizer)]
     config = RunConfig.model_validate(
@@ -108,12 +107,12 @@ def save_imported(
         }
     )
     claim(out)
-    save_checkpoint(out, model, tokenizer, resolve(config))
+    save_checkpoint(out, model, tokenizer, config)
     n_parameters = sum(weight.numel() for weight in model.parameters())
-    said = f"{out}: {row.model_class}, {n_parameters:,} parameters"
+    summary = f"{out}: {row.model_class}, {n_parameters:,} parameters"
     if isinstance(tokenizer, NoTokenizer):
-        return f"{said}; it came without a tokenizer that can be used, so it knows ids only"
+        return f"{summary}; no usable tokenizer was found, so it takes token ids only"
     return (
-        f"{said}, {kind} tokenizer of {tokenizer.vocab_size} ids; let it write: "
+        f"{summary}, {kind} tokenizer of {tokenizer.vocab_size} ids; generate text with: "
         f"minillama generate {out}"
     )

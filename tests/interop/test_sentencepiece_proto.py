@@ -4,7 +4,7 @@ import pytest
 import sentencepiece
 
 from minillama.errors import TokenizerError
-from minillama.interop.pieces import Kind, read_pieces, write_pieces
+from minillama.interop.sentencepiece_proto import Kind, read_pieces, write_pieces
 
 
 def train(text: list[str], **settings: object) -> bytes:
@@ -23,7 +23,7 @@ def test_pieces_are_read_as_sentencepiece_reads_them(bpe):
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(model)
     ours = read_pieces(model)
-    assert ours.oddities() == []
+    assert ours.obstacles() == []
     assert not ours.add_dummy_prefix
     assert len(ours.pieces) == processor.vocab_size()
     for i, piece in enumerate(ours.pieces):
@@ -35,7 +35,7 @@ def test_pieces_are_read_as_sentencepiece_reads_them(bpe):
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-def test_what_is_written_tokenizes_alike(bpe, pieces, hard_texts, prefix):
+def test_a_written_model_gives_the_same_ids(bpe, pieces, hard_texts, prefix):
     model = read_pieces(bpe.read_bytes())
     written = write_pieces(model.pieces, (0, 1, 2), add_dummy_prefix=prefix)
     assert read_pieces(written).pieces == model.pieces
@@ -48,17 +48,17 @@ def test_what_is_written_tokenizes_alike(bpe, pieces, hard_texts, prefix):
 
 
 @pytest.mark.parametrize(
-    ("settings", "oddity"),
+    ("settings", "obstacle"),
     [
         ({"model_type": "unigram"}, "it is no BPE model"),
         ({"byte_fallback": False}, "it has no byte fallback"),
         ({"normalization_rule_name": "nmt_nfkc"}, "it normalises text"),
         ({"remove_extra_whitespaces": True}, "it removes extra spaces"),
         ({"user_defined_symbols": ["<x>"]}, "it has user-defined pieces"),
-        ({"treat_whitespace_as_suffix": True}, "it puts the space behind the word"),
+        ({"treat_whitespace_as_suffix": True}, "it puts the space after the word"),
     ],
 )
-def test_what_others_cannot_follow_is_told(settings, oddity):
+def test_what_other_programs_would_encode_differently_is_named(settings, obstacle):
     plain = {
         "model_type": "bpe",
         "vocab_size": 300,
@@ -67,14 +67,21 @@ def test_what_others_cannot_follow_is_told(settings, oddity):
         "remove_extra_whitespaces": False,
         "hard_vocab_limit": False,
     }
-    assert read_pieces(train(TEXT, **plain)).oddities() == []
+    assert read_pieces(train(TEXT, **plain)).obstacles() == []
     if settings.get("byte_fallback") is False:
         settings = settings | {"vocab_size": 60}
-    assert read_pieces(train(TEXT, **plain | settings)).oddities() == [oddity]
+    assert read_pieces(train(TEXT, **plain | settings)).obstacles() == [obstacle]
 
 
 @pytest.mark.parametrize(
-    "junk", [b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 12, b"\x0a\x02\x0a\x05", b"\x0f"]
+    "junk",
+    [
+        b"\x0a\xff\xff\xff\xff\x0f",
+        b"\xff" * 12,
+        b"\x0a\x02\x0a\x05",
+        b"\x0f",
+        b"\x0a\x03\x0a\x01\xff",
+    ],
 )
 def test_junk_is_refused(junk):
     with pytest.raises(TokenizerError, match="not a sentencepiece model"):

@@ -1,0 +1,65 @@
+"""Progress of long work on stderr: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from minillama.formatting import format_duration
+from minillama.launch import SafeStream
+
+LINE_EVERY = 15.0
+"""Seconds between two lines in a log that is not a terminal."""
+
+
+class ProgressBar:
+    """Shows how far work has come; what cannot be written is lost and ends nothing.
+
+    Args:
+        name: of the work.
+        total: how many steps it has.
+        done: how many of them are done already.
+        show: False: show nothing.
+    """
+
+    def __init__(self, name: str, total: int, done: int = 0, *, show: bool = True) -> None:
+        self._name, self._total, self._start, self._done = name, total, done, done
+        self._began = self._written = time.monotonic()
+        self._stream = SafeStream(sys.stderr)
+        self._bar: tqdm[NoReturn] | None = None
+        self._show = show and sys.stderr is not None
+        if self._show and self._stream.isatty():
+            self._bar = tqdm(
+                desc=name,
+                total=total,
+                initial=done,
+                unit="step",
+                dynamic_ncols=True,
+                mininterval=0.2,
+                file=self._stream,
+            )
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, text: str = "") -> None:
+        """Count one step as done; ``text`` is shown beside the count."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+            return
+        now = time.monotonic()
+        if self._show and (now - self._written >= LINE_EVERY or self._done == self._total):
+            left = (now - self._began) / (self._done - self._start) * (self._total - self._done)
+            line = f"{self._name}: step {self._done}/{self._total}, {text}"
+            self._stream.write(line + (f", {format_duration(left)} left\n" if left else "\n"))
+            self._stream.flush()
+            self._written = now
