@@ -3,17 +3,17 @@
 Each function takes differences (arm − baseline, in nats; below zero the arm is better), one for
 each seed, along the last axis; leading axes are independent data sets.  Needs the ``report`` extra.
 
-With few seeds these say little, and each says so in its own way: a t interval is wide, a bootstrap
-interval too narrow (it cannot see past the data), and the sign-flip test cannot reach p < .05 at
-all below six pairs.
+With few seeds these say little: a t interval is wide, a bootstrap interval is too narrow (it knows
+only the data), and the sign-flip test cannot reach p < .05 with fewer than six pairs.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,26 +23,24 @@ Floats = NDArray[np.float64]
 
 MIN_PAIRS_FOR_SIGN_FLIP = 6
 """The fewest pairs with which a two-sided sign-flip test can give p < .05: 2 / 2⁶ = .031."""
-_EXACT_PAIRS = 13  # 2^13 sign patterns are enumerated; beyond, as many are drawn
+_EXACT_PAIRS = 13  # all 2^13 sign patterns are enumerated; for more, as many are drawn
 _RESAMPLES = 9999
 
 
 def t_interval(differences: ArrayLike, level: float = 0.95) -> tuple[Floats, Floats]:
     """Return Student's interval (low, high) for the mean difference; NaN below two pairs."""
     d = np.asarray(differences, dtype=np.float64)
-    n = d.shape[-1]
-    if n < 2:
+    if d.shape[-1] < 2:
         nothing = np.full(d.shape[:-1], math.nan)
         return nothing, nothing
-    half = stats.t.ppf((1 + level) / 2, n - 1) * d.std(axis=-1, ddof=1) / math.sqrt(n)
-    mean = d.mean(axis=-1)
-    return mean - half, mean + half
+    with _degenerate_data_allowed():
+        interval = stats.ttest_1samp(d, 0.0, axis=-1).confidence_interval(level)
+    return _unless_equal(d, d[..., 0], interval.low), _unless_equal(d, d[..., 0], interval.high)
 
 
 def t_test(differences: ArrayLike) -> Floats:
     """Return the two-sided p of the paired t test of no difference; NaN below two pairs."""
-    d = np.asarray(differences, dtype=np.float64)
-    return _t_tail(d, 0.0, "two-sided")
+    return _t_test_p(np.asarray(differences, dtype=np.float64), 0.0, "two-sided")
 
 
 def bca_interval(
@@ -56,9 +54,7 @@ def bca_interval(
     if d.shape[-1] < 3:
         nothing = np.full(d.shape[:-1], math.nan)
         return nothing, nothing
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-        warnings.simplefilter("ignore", RuntimeWarning)  # 0/0 of the same degenerate data
+    with _degenerate_data_allowed():
         interval = stats.bootstrap(
             (d,),
             np.mean,
@@ -68,22 +64,18 @@ def bca_interval(
             n_resamples=resamples,
             rng=np.random.default_rng(seed),
         ).confidence_interval
-    equal = np.ptp(d, axis=-1) == 0
-    return (
-        np.where(equal, d[..., 0], interval.low),
-        np.where(equal, d[..., 0], interval.high),
-    )
+    return _unless_equal(d, d[..., 0], interval.low), _unless_equal(d, d[..., 0], interval.high)
 
 
 def sign_flip_test(differences: ArrayLike, *, seed: int = 0) -> Floats:
-    """Return the two-sided p of the sign-flip test: no difference makes each sign a coin's toss.
+    """Return the two-sided p of the sign-flip test, where without an effect signs are random.
 
-    Exact up to 13 pairs, by enumeration of every pattern of signs; beyond, from a random sample of
-    them.  It assumes only symmetry, and cannot go below 2/2ⁿ: see
+    Exact up to 13 pairs, by enumeration of every pattern of signs; for more, from a random sample
+    of patterns.  It assumes only symmetry, and cannot go below 2/2ⁿ: see
     :data:`MIN_PAIRS_FOR_SIGN_FLIP`.  NaN without a pair.
     """
     d = np.asarray(differences, dtype=np.float64)
-    if d.shape[-1] < 2:  # of one pair, both patterns are as extreme as it is
+    if d.shape[-1] < 2:  # both patterns of one pair are equally extreme
         return np.full(d.shape[:-1], 1.0 if d.shape[-1] else math.nan)
     result: Any = stats.permutation_test(
         (d,),
@@ -97,19 +89,14 @@ def sign_flip_test(differences: ArrayLike, *, seed: int = 0) -> Floats:
     return np.asarray(result.pvalue, dtype=np.float64)
 
 
-def smallest_sign_flip_p(n_pairs: int) -> float:
-    """Return the smallest two-sided p that ``n_pairs`` pairs can give."""
-    return min(1.0, 2.0 / 2.0**n_pairs)
-
-
 def tost(differences: ArrayLike, margin: float) -> Floats:
     """Return the p of "the mean difference is not within ±margin" (two one-sided t tests).
 
     Below .05 the two are equivalent within the margin (Schuirmann 1987).  NaN below two pairs.
     """
     d = np.asarray(differences, dtype=np.float64)
-    above = _t_tail(d, -margin, "greater")
-    below = _t_tail(d, margin, "less")
+    above = _t_test_p(d, -margin, "greater")
+    below = _t_test_p(d, margin, "less")
     return np.maximum(above, below)
 
 
@@ -124,17 +111,31 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return out
 
 
-def _t_tail(d: Floats, mean: float, alternative: str) -> Floats:
-    """Return the p of the one-sample t test, with its limit where all differences are equal."""
-    n = d.shape[-1]
-    if n < 2:
+def _t_test_p(
+    d: Floats, mean: float, alternative: Literal["two-sided", "greater", "less"]
+) -> Floats:
+    """Return the p of the one-sample t test, and its limit where all differences are equal."""
+    if d.shape[-1] < 2:
         return np.full(d.shape[:-1], math.nan)
-    away = d.mean(axis=-1) - mean
-    error = d.std(axis=-1, ddof=1) / math.sqrt(n)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.where(away == 0, 0.0, away / error)
+    with _degenerate_data_allowed():
+        p = stats.ttest_1samp(d, mean, axis=-1, alternative=alternative).pvalue
+    sign = np.sign(d[..., 0] - mean)
     if alternative == "two-sided":
-        p = 2 * stats.t.sf(np.abs(t), n - 1)
+        limit = 1 - np.abs(sign)
     else:
-        p = stats.t.sf(t if alternative == "greater" else -t, n - 1)
-    return np.asarray(p, dtype=np.float64)
+        limit = (1 - sign if alternative == "greater" else 1 + sign) / 2
+    return _unless_equal(d, limit, p)
+
+
+def _unless_equal(d: Floats, equal: Floats, otherwise: Floats) -> Floats:
+    """Choose ``equal`` for each data set whose differences are all equal, whose variance is 0."""
+    return np.where(np.ptp(d, axis=-1) == 0, equal, otherwise)
+
+
+@contextmanager
+def _degenerate_data_allowed() -> Iterator[None]:
+    """Silence scipy's warnings about differences that are all equal, a case handled here."""
+    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        warnings.simplefilter("ignore", RuntimeWarning)  # 0/0, and loss of precision
+        yield

@@ -1,32 +1,30 @@
-"""The report's picture for papers: loss by learning rate, and how each run got there."""
+"""The report's picture for papers, drawn by matplotlib from the figures of ``figures.py``."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.legend import Legend
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from minillama.ablation.analysis import ArmResult
-from minillama.ablation.drawing import (
+from minillama.ablation.report.curves import loss_range
+from minillama.ablation.report.figures import (
     ArmStyle,
+    Trace,
     arm_styles,
-    loss_range,
-    running_mean,
-    smoothing_window,
+    loss_by_rate,
+    loss_by_step,
 )
-from minillama.ablation.names import short_names
 from minillama.ablation.results import Results
-from minillama.ablation.words import Words
 
 _DASHES: dict[str, Any] = {
     "solid": "-",
@@ -43,99 +41,211 @@ _MARKERS = {
     "pentagon": "p",
     "star": "*",
     "hexagon": "h",
+    "x-thin": "x",
 }
 _INK, _SOFT, _GRID = "#1d2126", "#59616b", "#e4e1da"
 _MOST_PANELS = 6
 _MOST_LEGEND_COLUMNS = 6
+_LEGEND_SIZE = 10.0  # points
+_LEGEND_HANDLE = 0.75  # inches
 _HEADLINE_LINES = 6
+_POINTS = 400  # of one raw curve
+_RATE_LABEL_SHARE = 0.16  # of the axis of learning rates that a label needs
+_CHARACTER = 0.62  # width in font sizes, on average; bold ones are wider
+_BOLD_CHARACTER = 0.72
 
 
 def write_picture(
-    path: Path, results: Results, arms: Sequence[ArmResult], headline: str, source: str
+    path: Path, results: Results, arms: Sequence[ArmResult], headline: str, small_print: str
 ) -> None:
-    """Draw loss against learning rate on the left, loss against step for each rate on the right.
-
-    A single run has the right half alone.  ``source`` is the line of small print under it.
-    """
-    figure = draw(results, arms, headline, source)
-    figure.savefig(path, metadata={"Software": "minillama"})
+    """Write the picture as PNG; see :func:`draw`."""
+    figure = draw(results, arms, headline, small_print)
+    figure.savefig(path, format="png", metadata={"Software": "minillama"})
 
 
-def draw(results: Results, arms: Sequence[ArmResult], headline: str, source: str) -> Figure:
-    """Return the figure: words above, the legend and the small print below, as high as they need.
+def draw(
+    results: Results, arms: Sequence[ArmResult], headline: str, small_print: str
+) -> Figure:
+    """Draw loss against learning rate on the left and, for each rate, loss against step.
 
-    All lengths here are in inches from the figure's left or lower edge.
+    With a single learning rate there is only loss against step.
     """
     styles = arm_styles(results.arms)
-    sweep = len(results.lrs) > 1
+    is_sweep = len(results.lrs) > 1
     rates = _panel_rates(results)
     columns = min(3, len(rates))
     rows = math.ceil(len(rates) / columns)
-    figure = Figure(figsize=(12.6 if sweep else 8.0, 6.0), dpi=160)
+    width = 12.6 if is_sweep else 8.0
+
+    title = _wrap(results.name, width, 15, _BOLD_CHARACTER)
+    subtitle = _wrap(headline, width, 10.5, max_lines=_HEADLINE_LINES)
+    foot = _wrap(small_print, width, 8)
+    labels = [_wrap(styles[arm].short_name, width - _LEGEND_HANDLE, _LEGEND_SIZE) for arm in styles]
+    legend_columns = _legend_columns(labels, width)
+    legend_rows = math.ceil(len(labels) / legend_columns)
+    legend_lines = legend_rows * max(label.count("\n") + 1 for label in labels)
+
+    plots = 4.2 if rows < 2 else 5.1
+    height = plots + _height(title, 15) + _height(subtitle, 10.5) + _height(foot, 8)
+    if results.is_ablation:
+        height += legend_lines * 1.6 * _LEGEND_SIZE / 72
+    figure = Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.set_facecolor("white")
-    words = Words(figure)
-    above = [
-        *(
-            (line, 15, {"fontweight": "bold", "color": _INK})
-            for line in words.wrapped(results.name, 15, bold=True)
-        ),
-        *((line, 10.5, {"color": _SOFT}) for line in _said(headline, words, results)),
-    ]
-    below = [(line, 8, {"color": _SOFT}) for line in words.wrapped(source, 8)]
-    legend = _legend(figure, words, results, styles) if results.is_ablation else None
-    under = words.height(below) + 0.1
-    middle = under + (words.height_of(legend) + 0.05 if legend else 0.0)
-    bottom = middle + 0.55  # tick labels and the axis label
-    plots = 3.3 if rows < 2 else 4.2
-    height = bottom + plots + 0.4 + words.height(above)
-    figure.set_size_inches(figure.get_figwidth(), height)
-    words.write(above, height - 0.1)
-    words.write(below, under)
-    if legend:
-        legend.set_bbox_to_anchor((words.LEFT - 0.06, under), transform=figure.dpi_scale_trans)
-    outer = figure.add_gridspec(
-        1,
-        2 if sweep else 1,
-        width_ratios=[1, 1.35] if sweep else None,
-        left=0.065 if sweep else 0.09,
-        right=0.985,
-        top=(bottom + plots) / height,
-        bottom=bottom / height,
-        wspace=0.17,
-    )
-    if sweep:
-        _loss_by_rate(figure.add_subplot(outer[0, 0]), results, arms, styles, words)
-    inner = outer[0, -1].subgridspec(rows, columns, wspace=0.07, hspace=0.28)
-    _panels(figure, inner, results, rates, columns, styles)
+    left: dict[str, Any] = {"x": 0.015, "ha": "left", "parse_math": False}
+    figure.suptitle(title, fontsize=15, fontweight="bold", color=_INK, **left)
+    figure.supxlabel(foot, fontsize=8, color=_SOFT, **left)
+    body = figure.subfigures()
+    body.suptitle(subtitle, fontsize=10.5, color=_SOFT, **left)
+    if results.is_ablation:
+        body.legend(
+            handles=[
+                _legend_handle(style, label)
+                for style, label in zip(styles.values(), labels, strict=True)
+            ],
+            loc="outside lower left",
+            ncols=legend_columns,
+            frameon=False,
+            fontsize=_LEGEND_SIZE,
+            labelcolor=_INK,
+            handlelength=3.2,
+        )
+    grid = body.add_gridspec(1, 2 if is_sweep else 1, width_ratios=[1, 1.35] if is_sweep else None)
+    if is_sweep:
+        _draw_loss_by_rate(body.add_subplot(grid[0, 0]), results, arms, styles)
+    panels = grid[0, -1].subgridspec(rows, columns)
+    _draw_loss_by_step(body, panels, results, arms, rates, styles)
     return figure
 
 
-def _said(headline: str, words: Words, results: Results) -> list[str]:
-    """Return the headline's lines: with short names if it is long, and cut if it still is."""
-    lines = words.wrapped(headline, 10.5)
-    if len(lines) > _HEADLINE_LINES:
-        short = short_names(results.arms)
-        names = "|".join(re.escape(arm) for arm in sorted(short, key=len, reverse=True))
-        whole = rf"(?<![\w.=+-])(?:{names})(?![\w=+-])"
-        lines = words.wrapped(re.sub(whole, lambda name: short[name[0]], headline), 10.5)
-    if len(lines) > _HEADLINE_LINES:
-        lines = [*lines[: _HEADLINE_LINES - 1], "… the whole sentence is in report.html"]
-    return lines
+# ----------------------------------------------------------------------------------- texts
+
+
+def _wrap(
+    text: str,
+    width: float,
+    size: float,
+    character: float = _CHARACTER,
+    max_lines: int | None = None,
+) -> str:
+    """Break ``text`` into lines of about ``width`` inches at a font size in points."""
+    return textwrap.fill(
+        text,
+        int((width - 0.4) * 72 / (character * size)),
+        break_on_hyphens=False,
+        max_lines=max_lines,
+        placeholder=" … (in full in report.html)",
+    )
+
+
+def _height(text: str, size: float) -> float:
+    """Return the height of a text's lines in inches."""
+    return 1.4 * size / 72 * (text.count("\n") + 1)
+
+
+def _legend_columns(labels: Sequence[str], width: float) -> int:
+    longest = max(len(line) for label in labels for line in label.split("\n"))
+    column = _LEGEND_HANDLE + longest * _CHARACTER * _LEGEND_SIZE / 72
+    return max(1, min(len(labels), _MOST_LEGEND_COLUMNS, int((width - 0.2) / column)))
+
+
+def _legend_handle(style: ArmStyle, label: str) -> Line2D:
+    return Line2D(
+        [],
+        [],
+        color=style.light,
+        linestyle=_DASHES[style.dash],
+        marker=_MARKERS[style.symbol],
+        markeredgecolor="white",
+        linewidth=2,
+        markersize=8,
+        label=label.replace("$", r"\$"),
+    )
+
+
+# ----------------------------------------------------------------------------------- plots
 
 
 def _panel_rates(results: Results) -> list[float]:
-    """Return the rates that get a panel: all, or the middle of a grid too long to draw."""
-    rates = [lr for lr in results.lrs if any(run.lr == lr for run in results.runs)] or [
-        results.lrs[0]
-    ]
+    """Return the learning rates that get a panel, evenly chosen where there are too many."""
+    rates = [lr for lr in results.lrs if any(run.lr == lr for run in results.runs)]
+    rates = rates or list(results.lrs[:1])
     if len(rates) <= _MOST_PANELS:
         return rates
     at = np.linspace(0, len(rates) - 1, _MOST_PANELS).round().astype(int)
     return [rates[i] for i in at]
 
 
-def _clean(axes: Axes) -> None:
+def _draw_loss_by_rate(
+    axes: Axes, results: Results, arms: Sequence[ArmResult], styles: Mapping[str, ArmStyle]
+) -> None:
+    figure = loss_by_rate(results, arms)
+    layout = figure["layout"]
+    _clean(axes, layout["xaxis"], layout["yaxis"])
+    axes.set_xscale("log")
+    _draw_traces(axes, figure["traces"], list(styles.values()))
+    for shape in layout["shapes"]:
+        axes.axhline(shape["y0"], color=_SOFT, linewidth=1, linestyle=":")
+    for note in layout["annotations"]:
+        axes.annotate(
+            note["text"],
+            (note["x"], note["y"]),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha=note["xanchor"],
+            fontsize=9,
+            color=_SOFT,
+        )
+    axes.set_ylim(layout["yaxis"]["range"])
+    labelled = _spaced_rates(results.lrs)
+    axes.xaxis.set_major_locator(FixedLocator(results.lrs))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels([f"{lr:g}" if lr in labelled else "" for lr in results.lrs])
+    axes.margins(x=0.09)
+
+
+def _spaced_rates(rates: Sequence[float]) -> list[float]:
+    """Return the rates whose labels fit side by side, from the smallest on."""
+    least = _RATE_LABEL_SHARE * math.log(rates[-1] / rates[0])
+    spaced = [rates[0]]
+    for rate in rates[1:]:
+        if math.log(rate / spaced[-1]) >= least:
+            spaced.append(rate)
+    return spaced
+
+
+def _draw_loss_by_step(
+    body: SubFigure,
+    grid: Any,
+    results: Results,
+    arms: Sequence[ArmResult],
+    rates: Sequence[float],
+    styles: Mapping[str, ArmStyle],
+) -> None:
+    """Draw a panel for each learning rate, all with the same axes."""
+    figure = loss_by_step(results, arms, _POINTS)
+    low, high = loss_range([run.curves for run in results.runs])
+    first: Axes | None = None
+    for panel, lr in zip(grid, rates, strict=False):
+        axes = body.add_subplot(panel, sharex=first, sharey=first)
+        first = first or axes
+        place = axes.get_subplotspec()
+        assert place is not None
+        _clean(axes, figure["layout"]["xaxis"], figure["layout"]["yaxis"])
+        traces = [trace for trace in figure["traces"] if trace["meta"]["rate"] == f"{lr:g}"]
+        _draw_traces(axes, traces, list(styles.values()), scale=0.8)
+        if len(results.lrs) > 1:
+            axes.set_title(f"learning rate {lr:g}", fontsize=10, color=_INK, pad=5)
+        axes.set_ylim(low, high)
+        if not place.is_first_col():
+            axes.tick_params(labelleft=False)
+            axes.set_ylabel("")
+        if rates.index(lr) + grid.ncols < len(rates):
+            axes.tick_params(labelbottom=False)
+            axes.set_xlabel("")
+
+
+def _clean(axes: Axes, x: Mapping[str, Any], y: Mapping[str, Any]) -> None:
     axes.grid(color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -143,180 +253,26 @@ def _clean(axes: Axes) -> None:
     for side in ("left", "bottom"):
         axes.spines[side].set_color(_SOFT)
     axes.tick_params(colors=_SOFT, labelsize=9)
+    axes.set_xlabel(x["title"]["text"], color=_INK)
+    axes.set_ylabel(y["title"]["text"], color=_INK)
 
 
-def _loss_by_rate(
-    axes: Axes,
-    results: Results,
-    arms: Sequence[ArmResult],
-    styles: dict[str, ArmStyle],
-    words: Words,
+def _draw_traces(
+    axes: Axes, traces: Iterable[Trace], styles: Sequence[ArmStyle], scale: float = 0.9
 ) -> None:
-    _clean(axes)
-    drawn = [run for run in results.runs if run.has_loss]
-    losses = [run.figure("val_loss") for run in drawn] or [0.0, 1.0]
-    pad = 0.06 * (max(losses) - min(losses)) or 0.1
-    lost = [run for run in results.runs if run.fate == "diverged"]
-    top = max(losses) + (3 if lost else 1) * pad
-    for arm in arms:
-        style = styles[arm.name]
-        means = [
-            (lr, loss)
-            for lr, loss in arm.mean_loss.items()
-            if all(run.has_loss for run in arm.runs if run.lr == lr and run.ended)
-        ]
-        axes.plot(
-            [lr for lr, _ in means],
-            [loss for _, loss in means],
-            color=style.light,
-            linestyle=_DASHES[style.dash],
-            linewidth=style.width,
-        )
-        for run in arm.runs:
-            if run.fate == "diverged":
-                axes.plot(run.lr, top - pad, "x", color=style.light, markersize=9, mew=2.4)
-            elif run.fate == "collapsed" and run.has_loss:
-                axes.plot(
-                    run.lr, run.figure("val_loss"), "x", color=style.light, markersize=9, mew=2.4
-                )
-            elif run.has_loss:
-                axes.plot(
-                    run.lr,
-                    run.figure("val_loss"),
-                    _MARKERS[style.symbol],
-                    color=style.light,
-                    markersize=0.9 * style.size,
-                    markeredgecolor="white",
-                    markeredgewidth=0.9,
-                )
-    if lost:
-        _name_level(axes, "diverged", top - pad, "left")
-    unigram = [run.figure("unigram_entropy") for run in results.runs]
-    level = float(np.nanmean(unigram)) if np.isfinite(unigram).any() else math.nan
-    if min(losses) - pad < level < top:
-        axes.axhline(level, color=_SOFT, linewidth=1, linestyle=":")
-        _name_level(axes, "unigram entropy", level, "right")  # apart from the other
-    axes.set_ylim(min(losses) - pad, top)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(results.lrs))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.margins(x=0.09)
-    named = _apart(axes, results.lrs, words)
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:g}" if value in named else "")
-    )
-    axes.set_xlabel("peak learning rate", color=_INK)
-    axes.set_ylabel("final validation loss (nats a token)", color=_INK)
-
-
-def _apart(axes: Axes, rates: Sequence[float], words: Words) -> set[float]:
-    """Return the rates whose labels fit side by side, from the smallest on."""
-    if not axes.lines or axes.get_xlim()[0] <= 0:
-        return set(rates)  # nothing is drawn
-    low, high = map(math.log, axes.get_xlim())
-    inches = axes.bbox.width / words.dpi / (high - low)
-    named: set[float] = set()
-    free = -math.inf
-    for rate in rates:
-        at, half = inches * math.log(rate), words.wide(f"{rate:g}", 9) / 2 + 0.04
-        if at - half >= free:
-            named.add(rate)
-            free = at + half
-    return named
-
-
-def _name_level(axes: Axes, name: str, level: float, side: Literal["left", "right"]) -> None:
-    axes.annotate(
-        name,
-        (0.01 if side == "left" else 0.99, level),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 6 if side == "left" else 3),
-        textcoords="offset points",
-        ha=side,
-        fontsize=9,
-        color=_SOFT,
-    )
-
-
-def _panels(
-    figure: Figure,
-    grid: object,
-    results: Results,
-    rates: Sequence[float],
-    columns: int,
-    styles: dict[str, ArmStyle],
-) -> None:
-    """Draw loss against step, a panel for each rate, all on the same axes."""
-    first: Axes | None = None
-    low, high = loss_range([run.curves for run in results.runs])
-    for i, lr in enumerate(rates):
-        axes = figure.add_subplot(grid[i // columns, i % columns], sharex=first, sharey=first)  # type: ignore[index]
-        first = first or axes
-        _clean(axes)
-        for run in results.runs:
-            if run.lr != lr:
-                continue
-            style, curves = styles[run.arm], run.curves
-            axes.plot(curves.steps, curves.loss, color=style.light, linewidth=0.6, alpha=0.22)
-            smooth = running_mean(curves.loss, smoothing_window(len(curves.loss)))
-            axes.plot(
-                curves.steps,
-                smooth,
-                color=style.light,
-                linewidth=0.9 * style.width,
-                linestyle=_DASHES[style.dash],
-            )
-            axes.plot(
-                curves.val_steps,
-                curves.val_loss,
-                _MARKERS[style.symbol],
-                color=style.light,
-                markersize=0.65 * style.size,
-                markeredgecolor="white",
-                markeredgewidth=0.7,
-            )
-        if len(results.lrs) > 1:
-            axes.set_title(f"learning rate {lr:g}", fontsize=10, color=_INK, pad=5)
-        axes.set_ylim(low, high)
-        if i % columns:
-            axes.tick_params(labelleft=False)
-        else:
-            axes.set_ylabel("loss (nats a token)", color=_INK)
-        if i + columns < len(rates):
-            axes.tick_params(labelbottom=False)
-        else:
-            axes.set_xlabel("step", color=_INK)
-        axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _legend(figure: Figure, words: Words, results: Results, styles: dict[str, ArmStyle]) -> Legend:
-    """Return the arms' legend in as many columns as fit, each name on as many lines as it needs."""
-    names = short_names(results.arms)
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=styles[arm].light,
-            linestyle=_DASHES[styles[arm].dash],
-            marker=_MARKERS[styles[arm].symbol],
-            markeredgecolor="white",
-            linewidth=2,
-            markersize=8,
-            label="\n".join(words.wrapped(names[arm], 10, beside=0.75)).replace("$", r"\$"),
-        )
-        for arm in results.arms
-    ]
-    for columns in range(min(len(handles), _MOST_LEGEND_COLUMNS), 0, -1):
-        legend = figure.legend(
-            handles=handles,
-            loc="lower left",
-            ncols=columns,
-            frameon=False,
-            fontsize=10,
-            labelcolor=_INK,
-            handlelength=3.2,
-        )
-        if columns == 1 or words.width_of(legend) <= words.width + 0.12:
-            break
-        legend.remove()
-    return legend
+    """Draw traces of plotly; ``scale`` multiplies the sizes of their lines and marks."""
+    for trace in traces:
+        color = styles[trace["meta"]["arm"]].light
+        look: dict[str, Any] = {"linestyle": "none"}
+        if line := trace.get("line"):
+            look = {"linestyle": _DASHES[line["dash"]], "linewidth": scale * line["width"]}
+        if marker := trace.get("marker"):
+            is_cross = marker["symbol"] == "x-thin"
+            look |= {
+                "marker": _MARKERS[marker["symbol"]],
+                "markersize": scale * marker["size"],
+                "markeredgecolor": color if is_cross else "white",
+                "markeredgewidth": 2.4 if is_cross else 0.9,
+            }
+        y = [math.nan if value is None else value for value in trace["y"]]
+        axes.plot(trace["x"], y, color=color, alpha=trace.get("opacity"), **look)
