@@ -1,7 +1,7 @@
-"""From runs to what can be said of each arm, and of each arm beside its baseline.
+"""Summarises the runs of each arm, and compares each arm with its baseline.
 
-Everywhere, a run that diverged counts with the loss at init ℓ₀, as the LR sensitivity counts it: to
-leave it out would flatter the arm that failed.
+A diverged run counts with the loss at init ℓ₀ everywhere, as in the LR sensitivity: leaving it out
+would flatter the arm that failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from minillama.ablation.statistics import (
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What one arm's runs show; losses are validation losses in nats a token."""
+    """The results of one arm; losses are validation losses in nats per token."""
 
     name: str
     baseline: str
@@ -51,9 +51,20 @@ class ArmResult:
     fates: Counter[str]
 
     def first(self, key: str) -> float:
-        """Return a number of the summary that all runs of the arm share."""
+        """Return a number of the summary that is the same for all runs of the arm."""
         known = (run.figure(key) for run in self.runs)
         return next((value for value in known if not math.isnan(value)), math.nan)
+
+    def mean_at_best(self, key: str) -> float:
+        """Return the mean of a number of the summary over the ended runs at the best LR."""
+        values = [run.figure(key) for run in self.runs if run.lr == self.best_lr and run.ended]
+        known = [value for value in values if math.isfinite(value)]
+        return float(np.mean(known)) if known else math.nan
+
+    def median(self, key: str) -> float:
+        """Return the median of a number of the summary over all runs that have it."""
+        known = [run.figure(key) for run in self.runs if run.has_figure(key)]
+        return float(np.median(known)) if known else math.nan
 
     def mean_sensitivity(self) -> tuple[float, float]:
         """Return S, plain and trapezoid, averaged over the seeds with a full grid."""
@@ -68,7 +79,7 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval of a mean difference; NaN where there are too few pairs for it."""
+    """An interval of a mean difference; NaN with too few pairs."""
 
     low: float
     high: float
@@ -80,11 +91,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm less its baseline, each at its own best LR, paired by seed.
+    """An arm minus its baseline, each at its own best LR, paired by seed.
 
     Below zero the arm's loss is lower.  ``same_p`` is TOST's: below .05 the two are equivalent
     within the margin.  ``p_holm`` and ``same_holm`` are adjusted for all arms of the report.
-    ``s_mean`` and ``s_t95`` are of the plain LR sensitivity, over seeds with a full grid in both.
+    ``s_mean`` and ``s_t95`` are the difference in plain LR sensitivity, over the seeds for which
+    both arms have a full grid.
     """
 
     arm: str
@@ -107,7 +119,7 @@ class Comparison:
 
 
 def analyse_arms(results: Results) -> list[ArmResult]:
-    """Return what each arm's ended runs show, in the order of the config."""
+    """Return the results of each arm's ended runs, in the order of the config."""
     return [_analyse(results, arm) for arm in results.arms]
 
 

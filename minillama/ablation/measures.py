@@ -1,7 +1,6 @@
-"""What one run's curves, or one arm's learning rates, say about stability.
+"""Measures of stability, from the curves of one run or the learning rates of one arm.
 
-Pure functions of arrays; losses and widths as the README's protocol defines them.  numpy only, so
-that the runner can fill its table without the ``report`` extra.
+Pure functions of arrays that need only numpy, so the runner works without the ``report`` extra.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from minillama.training.spikes import SPIKE_SIGMAS, SPIKE_WINDOW
 Floats = NDArray[np.float64]
 
 BASIN_DEPTH = 0.1
-"""Nats above the best loss that still count as inside the basin."""
-_CHUNK = 4096  # rows of a window's view that are reduced at once: bounds memory, not the result
+"""Nats per token above the best loss that still count as inside the basin."""
+_CHUNK = 4096  # windows that are reduced at once, to limit memory
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """LR sensitivity S in nats, in both means, and the loss ℓ* that it is measured from."""
+    """LR sensitivity S in nats per token, as both means, and the loss ℓ* that it starts from."""
 
     plain: float
     trapezoid: float
@@ -33,11 +32,19 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Basin:
-    """Decades of learning rate whose loss is near the best; a side is open at the grid's edge."""
+    """Width in decades of the learning rates with a loss near the best.
+
+    A side is open if the basin reaches that edge of the grid.
+    """
 
     width: float
     open_below: bool
     open_above: bool
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the width is only a lower bound."""
+        return self.open_below or self.open_above
 
 
 def capped(losses: ArrayLike, init_loss: float) -> Floats:
@@ -47,11 +54,11 @@ def capped(losses: ArrayLike, init_loss: float) -> Floats:
 
 
 def lr_sensitivity(lrs: ArrayLike, losses: ArrayLike, init_loss: float) -> Sensitivity:
-    """S = mean over the grid of min(ℓ(η), ℓ₀), less ℓ* (Wortsman et al. 2023, arXiv 2309.14322).
+    """S = mean over the grid of min(ℓ(η), ℓ₀), minus ℓ* (Wortsman et al. 2023, arXiv 2309.14322).
 
-    ``plain`` averages the grid's points; ``trapezoid`` integrates over log η and divides by the
-    grid's width, so that an uneven grid does not weigh where it is dense.  Both depend on the grid:
-    compare only arms that share one.  With fewer than two learning rates S says nothing: NaN.
+    ``plain`` averages the grid points; ``trapezoid`` integrates over log η and divides by the
+    width of the grid, so that points close together do not count more.  Both depend on the grid:
+    compare only arms that share one.  NaN with fewer than two learning rates.
     """
     log_lr = np.log10(np.asarray(lrs, dtype=np.float64))
     order = np.argsort(log_lr)
@@ -65,9 +72,9 @@ def lr_sensitivity(lrs: ArrayLike, losses: ArrayLike, init_loss: float) -> Sensi
 
 
 def lr_basin(lrs: ArrayLike, losses: ArrayLike, init_loss: float) -> Basin:
-    """Width in log₁₀ η of the unbroken stretch around the best LR with loss ≤ ℓ* + 0.1.
+    """Width in log₁₀ η of the interval around the best LR with loss ≤ ℓ* + ``BASIN_DEPTH``.
 
-    Between grid points the loss is taken as linear in log η; a stretch that reaches the grid's edge
+    The loss is linear in log η between grid points; an interval that reaches the edge of the grid
     is open there, and its width a lower bound.
     """
     log_lr = np.log10(np.asarray(lrs, dtype=np.float64))
@@ -96,8 +103,8 @@ def spikes(
 ) -> NDArray[np.bool_]:
     """Mark the values above mean + kσ of the ``window`` finite values before them.
 
-    σ is the population's; without a full window nothing is marked, but for a non-finite value,
-    which always is, and which stays out of the windows after it (OLMo-core's stability monitor).
+    σ is the population's.  Without a full window only non-finite values are marked; these always
+    are, and are excluded from the windows after them (OLMo-core's stability monitor).
     """
     x = np.asarray(values, dtype=np.float64)
     marked = ~np.isfinite(x)
@@ -123,7 +130,7 @@ def spike_score(
 ) -> float:
     """Return the share of steps where the loss or the gradient norm spikes; see :func:`spikes`.
 
-    A run no longer than one window, all of it finite, could not have shown a spike: NaN.
+    NaN for a run no longer than one window with finite values, which cannot show a spike.
     """
     marked = spikes(loss, sigmas=sigmas, window=window)
     marked = marked | spikes(grad_norm, sigmas=sigmas, window=window)
@@ -142,7 +149,7 @@ class GradientFigures:
 
 
 def gradient_figures(grad_norm: ArrayLike, clipped: Sequence[bool]) -> GradientFigures:
-    """Summarise the gradient norms of a run; a non-finite norm makes the maximum infinite."""
+    """Return figures of a run's gradient norms; a non-finite norm makes the maximum infinite."""
     norms = np.asarray(grad_norm, dtype=np.float64)
     if len(norms) == 0:
         return GradientFigures(math.nan, math.nan, math.nan)

@@ -1,10 +1,11 @@
 """Inference on differences paired by seed.
 
-Each function takes differences (arm − baseline, in nats; below zero the arm is better), one for
-each seed, along the last axis; leading axes are independent data sets.  Needs the ``report`` extra.
+Each function takes differences (arm − baseline, in nats per token; below zero the arm is better),
+one for each seed, along the last axis; leading axes are independent data sets.  Needs the
+``report`` extra.
 
-With few seeds these say little: a t interval is wide, a bootstrap interval is too narrow (it knows
-only the data), and the sign-flip test cannot reach p < .05 with fewer than six pairs.
+With few seeds these show little: a t interval is wide, a bootstrap interval is too narrow, and the
+sign-flip test cannot reach p < .05 below six pairs.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ def t_interval(differences: ArrayLike, level: float = 0.95) -> tuple[Floats, Flo
     if d.shape[-1] < 2:
         nothing = np.full(d.shape[:-1], math.nan)
         return nothing, nothing
-    with _degenerate_data_allowed():
+    with _ignore_degenerate():
         interval = stats.ttest_1samp(d, 0.0, axis=-1).confidence_interval(level)
-    return _unless_equal(d, d[..., 0], interval.low), _unless_equal(d, d[..., 0], interval.high)
+    return _if_equal(d, d[..., 0], interval.low), _if_equal(d, d[..., 0], interval.high)
 
 
 def t_test(differences: ArrayLike) -> Floats:
     """Return the two-sided p of the paired t test of no difference; NaN below two pairs."""
-    return _t_test_p(np.asarray(differences, dtype=np.float64), 0.0, "two-sided")
+    d = np.asarray(differences, dtype=np.float64)
+    return _t_test(d, 0.0, "two-sided")
 
 
 def bca_interval(
@@ -54,7 +56,7 @@ def bca_interval(
     if d.shape[-1] < 3:
         nothing = np.full(d.shape[:-1], math.nan)
         return nothing, nothing
-    with _degenerate_data_allowed():
+    with _ignore_degenerate():
         interval = stats.bootstrap(
             (d,),
             np.mean,
@@ -64,14 +66,14 @@ def bca_interval(
             n_resamples=resamples,
             rng=np.random.default_rng(seed),
         ).confidence_interval
-    return _unless_equal(d, d[..., 0], interval.low), _unless_equal(d, d[..., 0], interval.high)
+    return _if_equal(d, d[..., 0], interval.low), _if_equal(d, d[..., 0], interval.high)
 
 
 def sign_flip_test(differences: ArrayLike, *, seed: int = 0) -> Floats:
-    """Return the two-sided p of the sign-flip test, where without an effect signs are random.
+    """Return the two-sided p of the sign-flip test: under the null, each sign is random.
 
-    Exact up to 13 pairs, by enumeration of every pattern of signs; for more, from a random sample
-    of patterns.  It assumes only symmetry, and cannot go below 2/2ⁿ: see
+    Exact up to 13 pairs, by enumeration of all sign patterns; beyond, from a random sample of
+    them.  It assumes only symmetry, and cannot go below 2/2ⁿ: see
     :data:`MIN_PAIRS_FOR_SIGN_FLIP`.  NaN without a pair.
     """
     d = np.asarray(differences, dtype=np.float64)
@@ -95,8 +97,8 @@ def tost(differences: ArrayLike, margin: float) -> Floats:
     Below .05 the two are equivalent within the margin (Schuirmann 1987).  NaN below two pairs.
     """
     d = np.asarray(differences, dtype=np.float64)
-    above = _t_test_p(d, -margin, "greater")
-    below = _t_test_p(d, margin, "less")
+    above = _t_test(d, -margin, "greater")
+    below = _t_test(d, margin, "less")
     return np.maximum(above, below)
 
 
@@ -111,31 +113,26 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return out
 
 
-def _t_test_p(
-    d: Floats, mean: float, alternative: Literal["two-sided", "greater", "less"]
-) -> Floats:
-    """Return the p of the one-sample t test, and its limit where all differences are equal."""
+def _t_test(d: Floats, mean: float, alternative: Literal["two-sided", "less", "greater"]) -> Floats:
+    """Return the p of the one-sample t test; its limit where all differences are equal."""
     if d.shape[-1] < 2:
         return np.full(d.shape[:-1], math.nan)
-    with _degenerate_data_allowed():
+    with _ignore_degenerate():
         p = stats.ttest_1samp(d, mean, axis=-1, alternative=alternative).pvalue
     sign = np.sign(d[..., 0] - mean)
-    if alternative == "two-sided":
-        limit = 1 - np.abs(sign)
-    else:
-        limit = (1 - sign if alternative == "greater" else 1 + sign) / 2
-    return _unless_equal(d, limit, p)
+    limits = {"two-sided": 1 - np.abs(sign), "greater": (1 - sign) / 2, "less": (1 + sign) / 2}
+    return _if_equal(d, limits[alternative], p)
 
 
-def _unless_equal(d: Floats, equal: Floats, otherwise: Floats) -> Floats:
-    """Choose ``equal`` for each data set whose differences are all equal, whose variance is 0."""
-    return np.where(np.ptp(d, axis=-1) == 0, equal, otherwise)
+def _if_equal(d: Floats, value: ArrayLike, otherwise: ArrayLike) -> Floats:
+    """Return ``value`` where all differences of a data set are equal, else ``otherwise``."""
+    return np.asarray(np.where(np.ptp(d, axis=-1) == 0, value, otherwise), dtype=np.float64)
 
 
 @contextmanager
-def _degenerate_data_allowed() -> Iterator[None]:
-    """Silence scipy's warnings about differences that are all equal, a case handled here."""
-    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+def _ignore_degenerate() -> Iterator[None]:
+    """Silence scipy's warnings about equal differences, which :func:`_if_equal` handles."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-        warnings.simplefilter("ignore", RuntimeWarning)  # 0/0, and loss of precision
+        warnings.simplefilter("ignore", RuntimeWarning)
         yield

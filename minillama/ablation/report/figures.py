@@ -316,9 +316,7 @@ def by_layer(results: Results, arms: Sequence[ArmResult], measure: str, title: s
         y: Floats = np.array([layers[layer] for layer in depth])
         hover = f"lr {run.lr:g}, seed {run.seed}, step {step}<br>layer %{{x}}: %{{y}}"
         look: dict[str, Any] = {"digits": 3, "hovertemplate": hover}
-        traces.append(
-            _of_run(_trace(styles[run.arm], "lines+markers", depth, y, **look), run, arms)
-        )
+        traces.append(_of_run(_trace(styles[run.arm], "lines+markers", depth, y, **look), run, arms))
     return {
         "id": f"layer-{measure}",
         "traces": traces,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,6 @@ def _versions(runs: Sequence[Run]) -> list[str]:
 
 
 def _command(results: Results) -> str:
-    if results.is_ablation:
-        return f"minillama ablate {results.folder / 'ablation.yaml'} out_dir=NEW_FOLDER"
-    return f"minillama train {results.folder / 'config.yaml'} out_dir=NEW_FOLDER"
+    command, name = ("ablate", "ablation") if results.is_ablation else ("train", "config")
+    path = results.folder / f"{name}.yaml"
+    return shlex.join(("minillama", command, str(path), "out_dir=NEW_FOLDER"))

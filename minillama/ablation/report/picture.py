@@ -1,29 +1,27 @@
-"""The report's picture for papers, drawn by matplotlib from the figures of ``figures.py``."""
+"""The report's picture for papers: loss by learning rate, and by step for each learning rate."""
 
 from __future__ import annotations
 
 import math
+import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import NullFormatter
 
 from minillama.ablation.analysis import ArmResult
+from minillama.ablation.report import figures
 from minillama.ablation.report.curves import loss_range
-from minillama.ablation.report.figures import (
-    ArmStyle,
-    Trace,
-    arm_styles,
-    loss_by_rate,
-    loss_by_step,
-)
+from minillama.ablation.report.figures import ArmStyle, arm_styles
+from minillama.ablation.report.prose import short_names
 from minillama.ablation.results import Results
 
 _DASHES: dict[str, Any] = {
@@ -44,21 +42,22 @@ _MARKERS = {
     "x-thin": "x",
 }
 _INK, _SOFT, _GRID = "#1d2126", "#59616b", "#e4e1da"
+_POINTS_PER_PIXEL = 0.75  # sizes of the figures' data are in pixels, matplotlib's in points
+_LEFT = 0.2  # inches left of all text, and right of it
+_LETTER = 0.62  # width of a letter in font sizes: most are narrower
+_LINE = 1.4  # height of a line in font sizes
 _MOST_PANELS = 6
 _MOST_LEGEND_COLUMNS = 6
-_LEGEND_SIZE = 10.0  # points
-_LEGEND_HANDLE = 0.75  # inches
-_HEADLINE_LINES = 6
-_POINTS = 400  # of one raw curve
-_RATE_LABEL_SHARE = 0.16  # of the axis of learning rates that a label needs
-_CHARACTER = 0.62  # width in font sizes, on average; bold ones are wider
-_BOLD_CHARACTER = 0.72
+_MOST_HEADLINE_LINES = 6
 
 
 def write_picture(
     path: Path, results: Results, arms: Sequence[ArmResult], headline: str, small_print: str
 ) -> None:
-    """Write the picture as PNG; see :func:`draw`."""
+    """Draw loss against learning rate on the left, loss against step for each rate on the right.
+
+    A single run has only the right half.  ``small_print`` is the text below it.
+    """
     figure = draw(results, arms, headline, small_print)
     figure.savefig(path, format="png", metadata={"Software": "minillama"})
 
@@ -66,129 +65,204 @@ def write_picture(
 def draw(
     results: Results, arms: Sequence[ArmResult], headline: str, small_print: str
 ) -> Figure:
-    """Draw loss against learning rate on the left and, for each rate, loss against step.
+    """Return the figure: title and headline, the plots, the legend and the small print.
 
-    With a single learning rate there is only loss against step.
+    The figure is as high as its texts need; the plots between them are laid out by matplotlib.
     """
     styles = arm_styles(results.arms)
-    is_sweep = len(results.lrs) > 1
+    sweep = len(results.lrs) > 1
     rates = _panel_rates(results)
     columns = min(3, len(rates))
     rows = math.ceil(len(rates) / columns)
-    width = 12.6 if is_sweep else 8.0
-
-    title = _wrap(results.name, width, 15, _BOLD_CHARACTER)
-    subtitle = _wrap(headline, width, 10.5, max_lines=_HEADLINE_LINES)
-    foot = _wrap(small_print, width, 8)
-    labels = [_wrap(styles[arm].short_name, width - _LEGEND_HANDLE, _LEGEND_SIZE) for arm in styles]
-    legend_columns = _legend_columns(labels, width)
-    legend_rows = math.ceil(len(labels) / legend_columns)
-    legend_lines = legend_rows * max(label.count("\n") + 1 for label in labels)
-
-    plots = 4.2 if rows < 2 else 5.1
-    height = plots + _height(title, 15) + _height(subtitle, 10.5) + _height(foot, 8)
-    if results.is_ablation:
-        height += legend_lines * 1.6 * _LEGEND_SIZE / 72
-    figure = Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
+    width = 12.6 if sweep else 8.0
+    figure = Figure(figsize=(width, 6.0), dpi=160, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    left: dict[str, Any] = {"x": 0.015, "ha": "left", "parse_math": False}
-    figure.suptitle(title, fontsize=15, fontweight="bold", color=_INK, **left)
-    figure.supxlabel(foot, fontsize=8, color=_SOFT, **left)
-    body = figure.subfigures()
-    body.suptitle(subtitle, fontsize=10.5, color=_SOFT, **left)
-    if results.is_ablation:
-        body.legend(
-            handles=[
-                _legend_handle(style, label)
-                for style, label in zip(styles.values(), labels, strict=True)
-            ],
-            loc="outside lower left",
-            ncols=legend_columns,
-            frameon=False,
-            fontsize=_LEGEND_SIZE,
-            labelcolor=_INK,
-            handlelength=3.2,
-        )
-    grid = body.add_gridspec(1, 2 if is_sweep else 1, width_ratios=[1, 1.35] if is_sweep else None)
-    if is_sweep:
-        _draw_loss_by_rate(body.add_subplot(grid[0, 0]), results, arms, styles)
-    panels = grid[0, -1].subgridspec(rows, columns)
-    _draw_loss_by_step(body, panels, results, arms, rates, styles)
+
+    title = _wrap(results.name, width, 15 * 1.15)  # bold letters are wider
+    lines = _headline_lines(headline, results, width)
+    foot = _wrap(small_print, width, 8)
+    legend = _legend(figure, styles, width) if results.is_ablation else None
+    above = _height(title, 15) + _height(lines, 10.5) + 0.15
+    foot_height = _height(foot, 8) + 0.1
+    below = foot_height + (_legend_height(legend) + 0.1 if legend else 0.0)
+    height = above + (3.9 if rows < 2 else 4.9) + below
+    figure.set_size_inches(width, height)
+    engine: Any = figure.get_layout_engine()
+    engine.set(rect=(0.005, below / height, 0.99, (height - above - below) / height))
+    _write(figure, title, 15, height - 0.1, fontweight="bold", color=_INK)
+    _write(figure, lines, 10.5, height - 0.1 - _height(title, 15), color=_SOFT)
+    _write(figure, foot, 8, foot_height, color=_SOFT)
+    if legend:
+        anchor = (_LEFT - 0.06, foot_height)
+        legend.set_bbox_to_anchor(anchor, transform=figure.dpi_scale_trans)
+
+    halves = figure.add_gridspec(1, 2 if sweep else 1, width_ratios=[1, 1.35] if sweep else None)
+    if sweep:
+        _draw_loss_by_rate(figure.add_subplot(halves[0, 0]), results, arms, styles, width)
+    panels = halves[0, -1].subgridspec(rows, columns)
+    spec = figures.loss_by_step(results, arms, points=1_000_000)
+    low, high = loss_range([run.curves for run in results.runs])
+    first: Axes | None = None
+    for i, lr in enumerate(rates):
+        axes = figure.add_subplot(panels[i // columns, i % columns], sharex=first, sharey=first)
+        first = first or axes
+        _clean(axes)
+        of_rate = [trace for trace in spec["traces"] if trace["meta"]["rate"] == f"{lr:g}"]
+        _draw_traces(axes, of_rate, styles)
+        axes.set_ylim(low, high)
+        if sweep:
+            axes.set_title(f"learning rate {lr:g}", fontsize=10, color=_INK, pad=5)
+        if i % columns:
+            axes.tick_params(labelleft=False)
+        else:
+            axes.set_ylabel(spec["layout"]["yaxis"]["title"]["text"], color=_INK)
+        if i + columns < len(rates):
+            axes.tick_params(labelbottom=False)
+        else:
+            axes.set_xlabel(spec["layout"]["xaxis"]["title"]["text"], color=_INK)
+        axes.yaxis.set_minor_formatter(NullFormatter())
     return figure
 
 
-# ----------------------------------------------------------------------------------- texts
+# ------------------------------------------------------------------------------------------- text
 
 
-def _wrap(
-    text: str,
-    width: float,
-    size: float,
-    character: float = _CHARACTER,
-    max_lines: int | None = None,
-) -> str:
-    """Break ``text`` into lines of about ``width`` inches at a font size in points."""
-    return textwrap.fill(
-        text,
-        int((width - 0.4) * 72 / (character * size)),
-        break_on_hyphens=False,
-        max_lines=max_lines,
-        placeholder=" … (in full in report.html)",
+def _wrap(text: str, width: float, size: float) -> list[str]:
+    """Break a text into lines that fit a figure ``width`` inches wide."""
+    return textwrap.wrap(text, _letters(width - 2 * _LEFT, size))
+
+
+def _letters(width: float, size: float) -> int:
+    return max(1, int(72 * width / (_LETTER * size)))
+
+
+def _height(lines: Sequence[str], size: float) -> float:
+    return len(lines) * _LINE * size / 72
+
+
+def _write(figure: Figure, lines: Sequence[str], size: float, top: float, **look: Any) -> None:
+    for i, line in enumerate(lines):
+        figure.text(
+            _LEFT,
+            top - (i + 1) * _LINE * size / 72,
+            line,
+            fontsize=size,
+            va="bottom",
+            parse_math=False,  # a dollar sign in a name starts no formula
+            transform=figure.dpi_scale_trans,
+            **look,
+        )
+
+
+def _headline_lines(headline: str, results: Results, width: float) -> list[str]:
+    """Return the headline's lines: with short names if it is long, and cut if it is still long."""
+    lines = _wrap(headline, width, 10.5)
+    if len(lines) > _MOST_HEADLINE_LINES:
+        short = short_names(results.arms)
+        names = "|".join(re.escape(arm) for arm in sorted(short, key=len, reverse=True))
+        whole_name = rf"(?<![\w.=+-])(?:{names})(?![\w=+-])"
+        shorter = re.sub(whole_name, lambda name: short[name[0]], headline)
+        lines = _wrap(shorter, width, 10.5)
+    if len(lines) > _MOST_HEADLINE_LINES:
+        lines = [*lines[: _MOST_HEADLINE_LINES - 1], "… the whole sentence is in report.html"]
+    return lines
+
+
+def _legend(figure: Figure, styles: Mapping[str, ArmStyle], width: float) -> Legend:
+    """Return the legend of the arms in as many columns as fit; long names are wrapped."""
+    names = [_wrap(style.short_name, width - 0.75, 10) for style in styles.values()]
+    longest = max(len(line) for lines in names for line in lines)
+    columns = _letters(width - 2 * _LEFT, 10) // (longest + 10)  # 10 letters: the line and gaps
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=style.light,
+            linestyle=_DASHES[style.dash],
+            marker=_MARKERS[style.symbol],
+            markeredgecolor="white",
+            linewidth=2,
+            markersize=8,
+            label="\n".join(lines).replace("$", r"\$"),
+        )
+        for style, lines in zip(styles.values(), names, strict=True)
+    ]
+    legend = figure.legend(
+        handles=handles,
+        loc="lower left",
+        ncols=min(max(1, columns), len(handles), _MOST_LEGEND_COLUMNS),
+        frameon=False,
+        fontsize=10,
+        labelcolor=_INK,
+        handlelength=3.2,
     )
+    legend.set_in_layout(False)  # its place is below the plots' part of the figure
+    return legend
 
 
-def _height(text: str, size: float) -> float:
-    """Return the height of a text's lines in inches."""
-    return 1.4 * size / 72 * (text.count("\n") + 1)
+def _legend_height(legend: Legend) -> float:
+    figure: Any = legend.get_figure(root=True)
+    return float(legend.get_window_extent(figure.canvas.get_renderer()).height) / figure.dpi
 
 
-def _legend_columns(labels: Sequence[str], width: float) -> int:
-    longest = max(len(line) for label in labels for line in label.split("\n"))
-    column = _LEGEND_HANDLE + longest * _CHARACTER * _LEGEND_SIZE / 72
-    return max(1, min(len(labels), _MOST_LEGEND_COLUMNS, int((width - 0.2) / column)))
-
-
-def _legend_handle(style: ArmStyle, label: str) -> Line2D:
-    return Line2D(
-        [],
-        [],
-        color=style.light,
-        linestyle=_DASHES[style.dash],
-        marker=_MARKERS[style.symbol],
-        markeredgecolor="white",
-        linewidth=2,
-        markersize=8,
-        label=label.replace("$", r"\$"),
-    )
-
-
-# ----------------------------------------------------------------------------------- plots
+# ------------------------------------------------------------------------------------------- plots
 
 
 def _panel_rates(results: Results) -> list[float]:
-    """Return the learning rates that get a panel, evenly chosen where there are too many."""
+    """Return the rates that get a panel: all, or some of a grid too long to draw."""
     rates = [lr for lr in results.lrs if any(run.lr == lr for run in results.runs)]
-    rates = rates or list(results.lrs[:1])
+    rates = rates or [results.lrs[0]]
     if len(rates) <= _MOST_PANELS:
         return rates
     at = np.linspace(0, len(rates) - 1, _MOST_PANELS).round().astype(int)
     return [rates[i] for i in at]
 
 
-def _draw_loss_by_rate(
-    axes: Axes, results: Results, arms: Sequence[ArmResult], styles: Mapping[str, ArmStyle]
+def _clean(axes: Axes) -> None:
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_SOFT)
+    axes.tick_params(colors=_SOFT, labelsize=9)
+
+
+def _draw_traces(
+    axes: Axes, traces: Sequence[figures.Trace], styles: Mapping[str, ArmStyle]
 ) -> None:
-    figure = loss_by_rate(results, arms)
-    layout = figure["layout"]
-    _clean(axes, layout["xaxis"], layout["yaxis"])
-    axes.set_xscale("log")
-    _draw_traces(axes, figure["traces"], list(styles.values()))
+    by_index = list(styles.values())
+    for trace in traces:
+        color = by_index[trace["meta"]["arm"]].light
+        look: dict[str, Any] = {"color": color, "alpha": trace.get("opacity"), "linestyle": "none"}
+        if line := trace.get("line"):
+            look["linestyle"] = _DASHES[line["dash"]]
+            look["linewidth"] = _POINTS_PER_PIXEL * line["width"]
+        if marker := trace.get("marker"):
+            cross = marker["symbol"] == "x-thin"
+            look["marker"] = _MARKERS[marker["symbol"]]
+            look["markersize"] = _POINTS_PER_PIXEL * marker["size"]
+            look["markeredgecolor"] = color if cross else "white"
+            look["markeredgewidth"] = _POINTS_PER_PIXEL * marker.get("line", {"width": 1})["width"]
+        y = [math.nan if value is None else value for value in trace["y"]]
+        axes.plot(trace["x"], y, **look)
+
+
+def _draw_loss_by_rate(
+    axes: Axes,
+    results: Results,
+    arms: Sequence[ArmResult],
+    styles: Mapping[str, ArmStyle],
+    width: float,
+) -> None:
+    spec = figures.loss_by_rate(results, arms)
+    layout = spec["layout"]
+    _clean(axes)
+    _draw_traces(axes, spec["traces"], styles)
     for shape in layout["shapes"]:
         axes.axhline(shape["y0"], color=_SOFT, linewidth=1, linestyle=":")
     for note in layout["annotations"]:
         axes.annotate(
             note["text"],
-            (note["x"], note["y"]),
+            (0.01 if note["xanchor"] == "left" else 0.99, note["y"]),
             xycoords=("axes fraction", "data"),
             xytext=(0, 5),
             textcoords="offset points",
@@ -196,83 +270,22 @@ def _draw_loss_by_rate(
             fontsize=9,
             color=_SOFT,
         )
-    axes.set_ylim(layout["yaxis"]["range"])
-    labelled = _spaced_rates(results.lrs)
-    axes.xaxis.set_major_locator(FixedLocator(results.lrs))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([f"{lr:g}" if lr in labelled else "" for lr in results.lrs])
+    axes.set_xscale("log")
+    axes.set_ylim(*layout["yaxis"]["range"])
     axes.margins(x=0.09)
+    axes.set_xticks(results.lrs, _apart(results.lrs, 0.33 * width))
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(layout["xaxis"]["title"]["text"], color=_INK)
+    axes.set_ylabel(layout["yaxis"]["title"]["text"], color=_INK)
 
 
-def _spaced_rates(rates: Sequence[float]) -> list[float]:
-    """Return the rates whose labels fit side by side, from the smallest on."""
-    least = _RATE_LABEL_SHARE * math.log(rates[-1] / rates[0])
-    spaced = [rates[0]]
-    for rate in rates[1:]:
-        if math.log(rate / spaced[-1]) >= least:
-            spaced.append(rate)
-    return spaced
-
-
-def _draw_loss_by_step(
-    body: SubFigure,
-    grid: Any,
-    results: Results,
-    arms: Sequence[ArmResult],
-    rates: Sequence[float],
-    styles: Mapping[str, ArmStyle],
-) -> None:
-    """Draw a panel for each learning rate, all with the same axes."""
-    figure = loss_by_step(results, arms, _POINTS)
-    low, high = loss_range([run.curves for run in results.runs])
-    first: Axes | None = None
-    for panel, lr in zip(grid, rates, strict=False):
-        axes = body.add_subplot(panel, sharex=first, sharey=first)
-        first = first or axes
-        place = axes.get_subplotspec()
-        assert place is not None
-        _clean(axes, figure["layout"]["xaxis"], figure["layout"]["yaxis"])
-        traces = [trace for trace in figure["traces"] if trace["meta"]["rate"] == f"{lr:g}"]
-        _draw_traces(axes, traces, list(styles.values()), scale=0.8)
-        if len(results.lrs) > 1:
-            axes.set_title(f"learning rate {lr:g}", fontsize=10, color=_INK, pad=5)
-        axes.set_ylim(low, high)
-        if not place.is_first_col():
-            axes.tick_params(labelleft=False)
-            axes.set_ylabel("")
-        if rates.index(lr) + grid.ncols < len(rates):
-            axes.tick_params(labelbottom=False)
-            axes.set_xlabel("")
-
-
-def _clean(axes: Axes, x: Mapping[str, Any], y: Mapping[str, Any]) -> None:
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_SOFT)
-    axes.tick_params(colors=_SOFT, labelsize=9)
-    axes.set_xlabel(x["title"]["text"], color=_INK)
-    axes.set_ylabel(y["title"]["text"], color=_INK)
-
-
-def _draw_traces(
-    axes: Axes, traces: Iterable[Trace], styles: Sequence[ArmStyle], scale: float = 0.9
-) -> None:
-    """Draw traces of plotly; ``scale`` multiplies the sizes of their lines and marks."""
-    for trace in traces:
-        color = styles[trace["meta"]["arm"]].light
-        look: dict[str, Any] = {"linestyle": "none"}
-        if line := trace.get("line"):
-            look = {"linestyle": _DASHES[line["dash"]], "linewidth": scale * line["width"]}
-        if marker := trace.get("marker"):
-            is_cross = marker["symbol"] == "x-thin"
-            look |= {
-                "marker": _MARKERS[marker["symbol"]],
-                "markersize": scale * marker["size"],
-                "markeredgecolor": color if is_cross else "white",
-                "markeredgewidth": 2.4 if is_cross else 0.9,
-            }
-        y = [math.nan if value is None else value for value in trace["y"]]
-        axes.plot(trace["x"], y, color=color, alpha=trace.get("opacity"), **look)
+def _apart(rates: Sequence[float], width: float) -> list[str]:
+    """Return the label of each rate, empty where it would touch the one to its left."""
+    span = math.log(rates[-1] / rates[0]) * 1.18  # with the margins on both sides
+    labels, free = [], -math.inf
+    for rate in rates:
+        text = f"{rate:g}"
+        at, half = width * math.log(rate) / span, 0.5 * _LETTER * 9 / 72 * len(text) + 0.04
+        labels.append(text if at - half >= free else "")
+        free = at + half if labels[-1] else free
+    return labels
