@@ -12,6 +12,7 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TextIO
 
 from minillama.errors import MinillamaError, OtherRankError
 

@@ -16,6 +16,7 @@ import torch
 import minillama
 from minillama import launch
 from minillama.config import RunConfig
+from minillama.config.run import deciding_fields
 from minillama.training.spikes import COLLAPSE_MARGIN, SPIKE_WINDOW, is_spike
 
 Fate = Literal["ok", "diverged", "collapsed"]

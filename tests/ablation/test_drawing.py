@@ -2,7 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillama.ablation.drawing import arm_styles, every, running_mean, thin
+from minillama.ablation.report.curves import running_mean, subsample, thin
+from minillama.ablation.report.figures import arm_styles
 
 
 def test_no_two_arms_look_alike_in_colour_and_dash() -> None:
@@ -27,8 +28,8 @@ def test_thinning_keeps_both_ends_and_every_extreme(values: list[float], points:
         assert np.nanmin(thin_y) == np.nanmin(y)
 
 
-def test_every_keeps_both_ends() -> None:
-    x, _ = every(np.arange(1000.0), np.arange(1000.0), 50)
+def test_subsampling_keeps_both_ends() -> None:
+    x, _ = subsample(np.arange(1000.0), np.arange(1000.0), 50)
     assert (x[0], x[-1], len(x)) == (0, 999, 50)
 
 

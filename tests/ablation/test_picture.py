@@ -8,10 +8,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from minillama.ablation import names, picture
 from minillama.ablation.analysis import analyse_arms, compare_arms
+from minillama.ablation.report import picture
+from minillama.ablation.report.prose import headline, short_names
 from minillama.ablation.results import read_results
-from minillama.ablation.verdict import headline
 
 _GRID = [
     f"{placement}+model.n_layers={layers}+model.init={init}+optim.warmup_steps={warmup}"
@@ -69,7 +69,7 @@ def test_all_words_are_within_the_picture_and_apart(
     in_view = [t for t in boxes if ticks.get(t, True) and _is_drawn(figure, t)]
     shown = " ".join(text.get_text() for text in in_view)
     assert "peak learning rate" in shown or len(rates) == 1
-    for arm in names.short_names(arms).values():
+    for arm in short_names(arms).values():
         assert arm in shown.replace("\n", "")
     width, height = figure.canvas.get_width_height()
     for text in in_view:
@@ -92,10 +92,10 @@ def _is_drawn(figure: Figure, text: Text) -> bool:
 
 
 def test_short_names_say_what_differs() -> None:
-    assert names.short_names(_GRID)[_GRID[0]] == "pre, n_layers=6, init=normal, warmup_steps=0"
+    assert short_names(_GRID)[_GRID[0]] == "pre, n_layers=6, init=normal, warmup_steps=0"
     two = ["post+a.b=1+c.d=2", "post+a.b=1+c.d=3"]
-    assert list(names.short_names(two).values()) == ["d=2", "d=3"]
-    assert names.short_names(["pre", "pre+a.b=1"]) == {"pre": "pre", "pre+a.b=1": "pre, b=1"}
+    assert list(short_names(two).values()) == ["d=2", "d=3"]
+    assert short_names(["pre", "pre+a.b=1"]) == {"pre": "pre", "pre+a.b=1": "pre, b=1"}
     clash = ["x+a.d=1+b.d=2+s=0", "x+a.d=2+b.d=1+s=0", "x+c.d=1+b.d=2+s=0"]
-    assert list(names.short_names(clash).values()) == clash
-    assert names.short_names(["a+b.c=1"]) == {"a+b.c=1": "a, c=1"}
+    assert list(short_names(clash).values()) == clash
+    assert short_names(["a+b.c=1"]) == {"a+b.c=1": "a, c=1"}

@@ -91,7 +91,7 @@ def test_figures_are_what_plotly_understands(make_ablation: Any) -> None:
 def test_many_runs_are_thinned_to_fit(make_ablation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_ablation(GRID)
     full = len(write_report(folder).read_bytes())
-    monkeypatch.setattr("minillama.ablation.page._MOST_BYTES", 60_000)
+    monkeypatch.setattr("minillama.ablation.report.page._MAX_DATA_BYTES", 60_000)
     page = write_report(folder).read_text()
     assert len(page.encode()) < full
     assert len(json.dumps(page_data(page), separators=(",", ":"))) < 60_000

@@ -8,8 +8,8 @@ import pytest
 
 from minillama.ablation.progress import RunningSession
 from minillama.ablation.report import write_report
+from minillama.ablation.report.prose import where_time_went
 from minillama.ablation.results import Session, read_results, read_sessions
-from minillama.ablation.times import where_time_went
 from minillama.errors import RunFolderError
 
 _LOSSES = {"rms": {1e-3: [2.0, 2.1]}, "ln": {1e-3: [2.2, None]}}
@@ -31,10 +31,11 @@ def test_every_part_is_told(make_ablation: Any) -> None:
     _sat(folder, (20.0, 2.0, 2), (14.0, 0.5, 2))
     said = where_time_went(read_results(folder))
     assert said == (
-        "The whole took 36.5 s in 2 sittings, 2.5 s of it before the first cell, with 2 workers; "
-        "the cells took 1 min 2 s together: 36.0 s in training steps, 8.0 s in validation, "
-        "6.0 s in starting (process, imports, data, model) and 12.0 s in saving, logging and the "
-        "like; workers were idle for 6.0 s; the longest cell, ln, lr 0.001, seed 0, took 20.0 s."
+        "The ablation took 36.5 s in 2 sessions, 2.5 s of it before the first cell, "
+        "with 2 workers; the cells took 1 min 2 s together: 36.0 s in training steps, "
+        "8.0 s in validation, 6.0 s in starting (process, imports, data, model) and "
+        "12.0 s in saving and logging; workers were idle for 6.0 s; "
+        "the longest cell, ln, lr 0.001, seed 0, took 20.0 s."
     )
     assert said in write_report(folder).read_text()
 

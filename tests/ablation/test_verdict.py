@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 
 from minillama.ablation.analysis import analyse_arms, compare_arms
-from minillama.ablation.results import read_results
-from minillama.ablation.verdict import (
+from minillama.ablation.report.prose import (
     cautions,
     equal_start,
     findings,
+    format_p_value,
     headline,
-    listed,
-    number,
-    p_value,
-    some,
+    join_some,
 )
+from minillama.ablation.results import read_results
 
 BASE = [2.000, 2.010, 1.990, 2.005, 1.995, 2.002, 2.011]
 
@@ -41,15 +39,15 @@ def two_arms(make_ablation: Any, deltas: list[float]) -> tuple[str, str, str]:
 def test_one_seed_is_never_a_finding(make_ablation: Any) -> None:
     said, found, against = two_arms(make_ablation, [0.4])
     assert said.startswith("One seed proves nothing")
-    assert "another seed may turn this round" in found
+    assert "another seed may reverse this" in found
     assert "p = " not in found.replace("\N{NO-BREAK SPACE}", " ")
-    assert "1 seed: a sound comparison takes at least 3" in against
+    assert "1 seed: a sound comparison needs at least 3" in against
 
 
 def test_noise_is_not_separable(make_ablation: Any) -> None:
     said, found, _ = two_arms(make_ablation, [0.05, -0.06, 0.04])
     assert said.startswith("Not separable")
-    assert "cannot be told apart" in found
+    assert "cannot be distinguished" in found
     assert "nor shown equivalent" in found
 
 
@@ -61,8 +59,8 @@ def test_no_difference_found_is_not_called_the_same(make_ablation: Any) -> None:
 
 def test_equivalence_needs_its_own_test_and_names_its_margin(make_ablation: Any) -> None:
     said, found, _ = two_arms(make_ablation, [0.003, -0.002, 0.001, -0.001, 0.002])
-    assert said == "As good as its baseline within ±0.02 nats: ln."
-    assert "ln and rms are equivalent within ±0.02 nats" in found
+    assert said == "As good as its baseline within ±0.02 nats per token: ln."
+    assert "ln and rms are equivalent within ±0.02 nats per token" in found
     assert "90% interval" in found
 
 
@@ -71,7 +69,7 @@ def test_a_clear_difference_says_that_few_pairs_cannot_pass_the_sign_flip_test(
 ) -> None:
     said, found, _ = two_arms(make_ablation, [0.2, 0.21, 0.19, 0.2])
     assert said.startswith("Higher loss than its baseline: ln")
-    assert "ln ended 0.200 nats above rms" in found
+    assert "ln ended 0.200 nats per token above rms" in found
     assert "cannot reach p < .05 with fewer than 6 pairs" in found
 
 
@@ -83,7 +81,7 @@ def test_with_enough_pairs_the_sign_flip_test_speaks(make_ablation: Any) -> None
 
 def test_a_difference_below_the_margin_is_said_to_be_one(make_ablation: Any) -> None:
     _, found, _ = two_arms(make_ablation, [0.005, 0.0051, 0.0049, 0.005, 0.005])
-    assert "ln ended 0.005 nats above rms" in found
+    assert "ln ended 0.005 nats per token above rms" in found
     assert "Still, the two are equivalent within ±0.02" in found
 
 
@@ -123,7 +121,7 @@ def test_a_best_rate_on_the_edge_asks_for_a_longer_grid(make_ablation: Any) -> N
     )
     assert "ln's best learning rate, 0.01, is the highest of the grid" in against
     assert "rms's best" not in against
-    assert "3 learning rates: a sound comparison takes at least 6" in against
+    assert "3 learning rates: a sound comparison needs at least 6" in against
 
 
 def test_gaps_and_crashes_are_listed(make_ablation: Any) -> None:
@@ -141,9 +139,9 @@ def test_gaps_and_crashes_are_listed(make_ablation: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("weights_hash", "other", "the same starting weights"),
+        ("weights_hash", "other", "the same initial weights"),
         ("data_hash", "other", "the same batches"),
-        ("tokens", 7, "equally many tokens"),
+        ("tokens", 7, "the same number of tokens"),
         ("threads", 9, "different thread counts"),
         ("versions", {"torch": "1"}, "different versions"),
     ],
@@ -153,7 +151,7 @@ def test_unequal_conditions_are_a_caution(
 ) -> None:
     folder = make_ablation({"rms": {1e-3: [2.0]}, "ln": {1e-3: [2.1]}})
     assert expected not in words(folder)[2]
-    assert "saw the same batches" in equal_start(read_results(folder))
+    assert "had the same batches" in equal_start(read_results(folder))
     path = folder / "cells/ln/lr-0.001/seed-0/summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     assert expected in words(folder)[2]
@@ -163,8 +161,8 @@ def test_unequal_conditions_are_a_caution(
 
 def test_a_single_run_compares_nothing(make_run: Any) -> None:
     said, found, against = words(make_run(2.0))
-    assert "Validation loss 2.000 nats a token after 200 steps, from 6.200" in said
-    assert "One run compares nothing" in said
+    assert "Validation loss 2.000 nats per token after 200 steps, from 6.200" in said
+    assert "A single run compares nothing" in said
     assert (found, against) == ("", "")
 
 
@@ -176,17 +174,12 @@ def test_a_run_that_has_not_finished_says_so(make_run: Any) -> None:
 
 def test_an_ablation_with_nothing_finished_says_nothing(make_ablation: Any) -> None:
     folder = make_ablation({"rms": {1e-3: ["missing"]}, "ln": {1e-3: ["missing"]}})
-    assert words(folder)[0] == "No run has ended yet: there is nothing to say."
+    assert words(folder)[0] == "No run has ended yet: there is nothing to report."
 
 
-def test_numbers_in_words() -> None:
-    assert number(-0.0123) == "−0.012"
-    assert number(float("nan")) == "–"
-    assert number(float("inf")) == "∞"
-    assert p_value(0.0312).replace("\N{NO-BREAK SPACE}", " ") == "p = .031"
-    assert p_value(1e-5).replace("\N{NO-BREAK SPACE}", " ") == "p < .001"
-    assert listed(["a"]) == "a"
-    assert listed(["a", "b", "c"]) == "a, b and c"
-    assert some(["a", "b"]) == "a and b"
-    assert some(["a, 1", "b, 1"]) == "a, 1; and b, 1"
-    assert some([*"abcdef"]) == "a, b, c, d and 2 more"
+def test_p_values_and_lists_in_sentences() -> None:
+    assert format_p_value(0.0312).replace("\N{NO-BREAK SPACE}", " ") == "p = .031"
+    assert format_p_value(1e-5).replace("\N{NO-BREAK SPACE}", " ") == "p < .001"
+    assert join_some(["a", "b"]) == "a and b"
+    assert join_some(["a, 1", "b, 1"]) == "a, 1; and b, 1"
+    assert join_some([*"abcdef"]) == "a, b, c, d and 2 more"

@@ -238,7 +238,11 @@ def _run_marks(
 
 def loss_by_step(results: Results, arms: Sequence[ArmResult], points: int) -> Figure:
     """Loss against step: raw training loss faint, its running mean strong, validation as marks."""
-    faint = {"line": {"width": 1, "dash": "solid"}, "opacity": 0.25, "hoverinfo": "skip"}
+    faint: dict[str, Any] = {
+        "line": {"width": 1, "dash": "solid"},
+        "opacity": 0.25,
+        "hoverinfo": "skip",
+    }
     styles = arm_styles(results.arms)
     traces = []
     for run in results.runs:
@@ -246,8 +250,11 @@ def loss_by_step(results: Results, arms: Sequence[ArmResult], points: int) -> Fi
         label = f"lr {run.lr:g}, seed {run.seed}<br>step %{{x}}"
         raw = thin(curves.steps, curves.loss, points)
         mean = subsample(curves.steps, smoothed(curves.loss), points // 2)
-        of_mean = {"hovertemplate": f"{label}: training loss %{{y:.3f}} (smoothed)"}
-        of_val = {"hovertemplate": f"{label}: validation loss %{{y:.4f}}", "digits": 5}
+        of_mean: dict[str, Any] = {"hovertemplate": f"{label}: training loss %{{y:.3f}} (smoothed)"}
+        of_val: dict[str, Any] = {
+            "hovertemplate": f"{label}: validation loss %{{y:.4f}}",
+            "digits": 5,
+        }
         traces += [
             _of_run(_trace(style, "lines", *raw, **faint), run, arms),
             _of_run(_trace(style, "lines", *mean, **of_mean), run, arms),
@@ -316,7 +323,9 @@ def by_layer(results: Results, arms: Sequence[ArmResult], measure: str, title: s
         y: Floats = np.array([layers[layer] for layer in depth])
         hover = f"lr {run.lr:g}, seed {run.seed}, step {step}<br>layer %{{x}}: %{{y}}"
         look: dict[str, Any] = {"digits": 3, "hovertemplate": hover}
-        traces.append(_of_run(_trace(styles[run.arm], "lines+markers", depth, y, **look), run, arms))
+        traces.append(
+            _of_run(_trace(styles[run.arm], "lines+markers", depth, y, **look), run, arms)
+        )
     return {
         "id": f"layer-{measure}",
         "traces": traces,

@@ -62,9 +62,7 @@ def write_picture(
     figure.savefig(path, format="png", metadata={"Software": "minillama"})
 
 
-def draw(
-    results: Results, arms: Sequence[ArmResult], headline: str, small_print: str
-) -> Figure:
+def draw(results: Results, arms: Sequence[ArmResult], headline: str, small_print: str) -> Figure:
     """Return the figure: title and headline, the plots, the legend and the small print.
 
     The figure is as high as its texts need; the plots between them are laid out by matplotlib.
@@ -202,7 +200,8 @@ def _legend(figure: Figure, styles: Mapping[str, ArmStyle], width: float) -> Leg
 
 def _legend_height(legend: Legend) -> float:
     figure: Any = legend.get_figure(root=True)
-    return float(legend.get_window_extent(figure.canvas.get_renderer()).height) / figure.dpi
+    height = legend.get_window_extent(figure.canvas.get_renderer()).height
+    return float(height / figure.dpi)
 
 
 # ------------------------------------------------------------------------------------------- plots

@@ -103,7 +103,9 @@ def _losses(results: Results, comparisons: Sequence[Comparison], short: Mapping[
     if not any(run.ended for run in results.runs):
         return "No run has ended yet: there is nothing to report."
     if len(results.arms) == 1:
-        return "One arm: this shows how its loss depends on the learning rate, and compares nothing."
+        return (
+            "One arm: this shows how its loss depends on the learning rate, and compares nothing."
+        )
     if not comparisons:
         return "No arm can be compared with its baseline yet: they share no finished seed."
     if all(len(c.seeds) == 1 for c in comparisons):
@@ -227,8 +229,8 @@ def cautions(results: Results, arms: Sequence[ArmResult]) -> list[str]:
     if not results.is_ablation:
         return []
     out = [
-        f"{arm.name}'s best learning rate, {arm.best_lr:g}, is the {arm.edge} of the grid: the true "
-        "best may lie beyond it, so extend the grid before comparing this arm."
+        f"{arm.name}'s best learning rate, {arm.best_lr:g}, is the {arm.edge} of the grid: the "
+        "true best may lie beyond it, so extend the grid before comparing this arm."
         for arm in arms
         if arm.edge and any(run.ended for run in arm.runs)
     ]
@@ -317,8 +319,8 @@ BASIN_MEANING = (
 )
 FATES_MEANING = (
     "diverged: the loss or a gradient was not finite, or the final loss is no lower than at init. "
-    f"Collapsed: the final loss is not {COLLAPSE_MARGIN:g} nats per token below the unigram entropy "
-    "of the corpus, so the model knows little more than token frequencies."
+    f"Collapsed: the final loss is not {COLLAPSE_MARGIN:g} nats per token below the unigram "
+    "entropy of the corpus, so the model knows little more than token frequencies."
 )
 SPIKES_MEANING = (
     "the share of steps with a loss or gradient norm that exceeds the mean of the previous "
