@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minillama.errors import ConfigError, MinillamaError
-from minillama.model.decoding import Reader
+from minillama.model.decoding import Decoder
 from minillama.model.kv_cache import KVCache
 from minillama.model.transformer import Transformer
 
@@ -173,7 +173,7 @@ def _decode(
     contexts = [ids[-window:] for ids in contexts]
     room = min(window, max(map(len, contexts)) + max_new_tokens)
     cache, logits_BV = _prefill(model, contexts, room)
-    reader = Reader(model, cache)
+    decoder = Decoder(model, cache)
     for produced in range(1, max_new_tokens + 1):
         tokens = sampler.draw(logits_BV, rows)
         alive = [place for place, token in enumerate(tokens) if token not in stop_ids]
@@ -185,7 +185,7 @@ def _decode(
             rows, contexts = [rows[i] for i in alive], [contexts[i] for i in alive]
             tokens = [tokens[i] for i in alive]
             cache.keep(alive)
-            reader = Reader(model, cache)
+            decoder = Decoder(model, cache)
         for ids, token in zip(contexts, tokens, strict=True):
             ids.append(token)
         if cache.length == cache.capacity:
@@ -195,9 +195,9 @@ def _decode(
             ]
             room = min(window, max(map(len, contexts)) + max_new_tokens - produced)
             cache, logits_BV = _prefill(model, contexts, room)
-            reader = Reader(model, cache)
+            decoder = Decoder(model, cache)
         else:
-            logits_BV = reader.read(tokens)
+            logits_BV = decoder.read(tokens)
 
 
 @torch.inference_mode()

@@ -72,8 +72,7 @@ def _connected(address: str) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RayError) as error:
         raise ConfigError(
-            f"runner.address = {address!r}: no Ray cluster responds "
-            f"({str(error).splitlines()[0]}); "
+            f"runner.address = {address!r}: no Ray cluster answers ({str(error).splitlines()[0]}); "
             "start one with `ray start --head`, or set runner.address=local to start one here"
         ) from None
     try:

@@ -103,7 +103,7 @@ def run(
         # Counting the parameters of a user's norm means building it, which only workers should do.
         if is_ours(cell.config.model.norm.kind):
             refuse_what_cannot_fit(cell.config, pick_device(cell.config.train.device))
-    folder = Path(config.out_dir or f"runs/{config.name}")
+    folder = Path(config.out_dir)
     with _lock_folder(folder):
         _refuse_changed(grid)
         _prepare_data(grid)

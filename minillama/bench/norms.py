@@ -20,7 +20,7 @@ from minillama.bench.timing import (
     torch_threads,
 )
 from minillama.model.kernels import rms_norm
-from minillama.model.kernels.compiled import load
+from minillama.model.kernels.library import load
 
 NORM_SHAPES = ((2048, 64), (2048, 128), (2048, 512), (2048, 2048))
 _OURS, _COPY = "minillama", "copy"

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from minillama.model.kernels import Layer, Stack
+from minillama.model.kernels import FusedDecoder, Layer
 from minillama.model.kv_cache import KVCache
 from minillama.model.norms import RMSNorm
 from minillama.model.projection import Linear, is_hooked
 from minillama.model.transformer import Block, Transformer
 
 
-class Reader:
+class Decoder:
     """Reads one token of each row into ``cache`` and gives the logits behind it.
 
     A plain pre-norm Llama on a CPU takes all its blocks in one call of the C kernel; any other
@@ -30,26 +30,26 @@ class Reader:
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
         self._model, self._cache = model, cache
-        self._stack = _stack(model, cache)
+        self._fused = _fused(model, cache)
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Return logits (B, V), which the next call may overwrite."""
         model, cache = self._model, self._cache
         ids_B = torch.tensor(tokens, device=model.embed.weight.device)
-        if self._stack is None:
+        if self._fused is None:
             return model.head(model.hidden(ids_B[:, None], cache)[:, -1])
         x_BD = model.embed.weight[ids_B] * model.fixed_embed_scale
         if model.embed_scale is not None:
             x_BD *= model.embed_scale
         rotation = model.rope(cache.positions(1), x_BD.dtype)
-        logits_BV = self._stack.read(x_BD, rotation, cache.length)
+        logits_BV = self._fused.read(x_BD, rotation, cache.length)
         cache.advance(1)
         cap = model.config.logit_softcap
         return cap * torch.tanh(logits_BV / cap) if cap else logits_BV
 
 
-def _stack(model: Transformer, cache: KVCache) -> Stack | None:
+def _fused(model: Transformer, cache: KVCache) -> FusedDecoder | None:
     """Return the blocks for the C kernel; None if they are not what it knows."""
     if any(map(is_hooked, model.modules())) or not isinstance(model.embed_norm, nn.Identity):
         return None
@@ -61,9 +61,9 @@ def _stack(model: Transformer, cache: KVCache) -> Stack | None:
         layers.append(layer)
     gain, eps = _gain(model.final_norm, cache.k_LBGSK.dtype), model.config.norm.eps
     head = model.head_weight.detach()
-    if gain is None or not Stack.fits(layers, gain, head, cache.pad_B):
+    if gain is None or not FusedDecoder.fits(layers, gain, head, cache.pad_B):
         return None
-    return Stack(layers, gain, head, eps, cache.pad_B)
+    return FusedDecoder(layers, gain, head, eps, cache.pad_B)
 
 
 def _layer(block: nn.Module, cache: KVCache, index: int) -> Layer | None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minillama.config import ModelConfig
 from minillama.model.attention import Attention
-from minillama.model.kernels import IGNORED, Options, linear, linear_cross_entropy
+from minillama.model.kernels import IGNORED, LossOptions, linear, linear_cross_entropy
 from minillama.model.kv_cache import KVCache
 from minillama.model.mlp import MLP
 from minillama.model.norms import build_norm
@@ -186,7 +186,7 @@ class Transformer(nn.Module):
             self.hidden(tokens_BT).flatten(0, 1),
             self.head_weight,
             targets_N,
-            Options(z_loss, self.config.logit_softcap),
+            LossOptions(z_loss, self.config.logit_softcap),
         )
         return LossSums(objective, cross_entropy, (targets_N != IGNORED).sum())
 

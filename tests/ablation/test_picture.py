@@ -1,4 +1,4 @@
-"""What is written on the picture is whole and legible, however many arms and whatever they are."""
+"""All text on the picture is complete and legible, whatever the number and names of the arms."""
 
 import itertools
 from pathlib import Path
@@ -42,7 +42,7 @@ def _draw(folder: Path) -> Figure:
         (_GRID, _RATES[:3]),
     ],
 )
-def test_all_words_are_within_the_picture_and_apart(
+def test_all_text_is_inside_the_picture_and_does_not_overlap(
     make_ablation: Any, arms: list[str], rates: tuple[float, ...]
 ) -> None:
     def loss(i: int, j: int) -> float | None:
@@ -81,7 +81,7 @@ def test_all_words_are_within_the_picture_and_apart(
 
 
 def _is_drawn(figure: Figure, text: Text) -> bool:
-    """Whether it is no label of a tick beyond its axis."""
+    """Return False for the label of a tick outside the view of its axis."""
     for axes in figure.axes:
         for axis, i in ((axes.xaxis, 0), (axes.yaxis, 1)):
             for tick in axis.get_major_ticks():
@@ -91,7 +91,7 @@ def _is_drawn(figure: Figure, text: Text) -> bool:
     return True
 
 
-def test_short_names_say_what_differs() -> None:
+def test_short_names_contain_what_differs() -> None:
     assert short_names(_GRID)[_GRID[0]] == "pre, n_layers=6, init=normal, warmup_steps=0"
     two = ["post+a.b=1+c.d=2", "post+a.b=1+c.d=3"]
     assert list(short_names(two).values()) == ["d=2", "d=3"]

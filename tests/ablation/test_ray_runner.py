@@ -153,8 +153,6 @@ def test_no_cluster_is_a_fault_of_one_line(ablation: Any, tmp_path: Path) -> Non
     command.append("runner.address=nowhere")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith(
-        "minillama: runner.address = 'nowhere': no Ray cluster responds ("
-    )
+    assert done.stderr.startswith("minillama: runner.address = 'nowhere': no Ray cluster answers (")
     assert "start one with `ray start --head`" in done.stderr
     assert done.stderr.count("\n") == 1

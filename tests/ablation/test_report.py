@@ -53,7 +53,7 @@ def page_data(page: str) -> dict[str, Any]:
     return data
 
 
-def test_the_page_stands_alone(make_ablation: Any) -> None:
+def test_the_page_is_self_contained(make_ablation: Any) -> None:
     path = write_report(make_ablation(GRID, probes=True))
     text = path.read_text(encoding="utf-8")
     page = _Page(text)
@@ -71,7 +71,7 @@ def test_the_page_stands_alone(make_ablation: Any) -> None:
         assert expected in shown
 
 
-def test_figures_are_what_plotly_understands(make_ablation: Any) -> None:
+def test_figures_are_valid_plotly_figures(make_ablation: Any) -> None:
     data = page_data(write_report(make_ablation(GRID, probes=True)).read_text())
     names = [figure["id"] for figure in data["figures"]]
     assert names == [
@@ -105,7 +105,7 @@ def test_the_picture_is_large_enough_for_print(make_ablation: Any) -> None:
         assert len(picture.convert("RGB").getcolors(10**7) or []) > 50
 
 
-def test_names_cannot_inject_anything(make_run: Any) -> None:
+def test_names_cannot_inject_html(make_run: Any) -> None:
     folder = make_run(
         2.0, name="<script>alert(1)</script>&<b>", sample="</code></script><img src=x>"
     )
@@ -116,7 +116,7 @@ def test_names_cannot_inject_anything(make_run: Any) -> None:
     assert "&lt;script&gt;alert(1)" in page
 
 
-def test_a_folder_half_finished_has_a_report(make_ablation: Any) -> None:
+def test_a_half_finished_ablation_has_a_report(make_ablation: Any) -> None:
     folder = make_ablation(
         {"rms": {1e-3: [2.0, "missing"], 3e-3: ["missing", "missing"]}, "ln": {1e-3: [2.0, 2.0]}}
     )
@@ -131,7 +131,7 @@ def test_an_ablation_without_a_finished_run_has_a_report(make_ablation: Any) -> 
     assert "No run has ended yet" in page
 
 
-def test_a_single_run_has_a_report_with_what_it_wrote(make_run: Any) -> None:
+def test_the_report_of_a_single_run_has_its_sample(make_run: Any) -> None:
     folder = make_run(2.0, name="tiny", sample="Once upon a time")
     path = write_report(folder)
     page = path.read_text()

@@ -116,7 +116,7 @@ def test_every_cell_ends_in_a_row_whatever_becomes_of_it(
     assert float(good["val_loss"]) == summary["val_loss"]
     assert (good["steps"], good["threads"], summary["threads"]) == ("4", "1", 1)
     assert (diverged["val_loss"], killed["val_loss"]) == ("", "")
-    assert killed["error"] == "the worker was ended by SIGKILL; out of memory?"
+    assert killed["error"] == "the worker was killed by SIGKILL; out of memory?"
     assert faulty["error"] == "ArithmeticError: this norm cannot be built"
     parts = [float(good[f"{part}_seconds"]) for part in ("training", "validation", "starting")]
     assert min(parts) > 0
@@ -304,7 +304,7 @@ def test_a_dry_run_counts_the_tokens_times_real_steps_and_leaves_nothing(
     assert "cells/rms/lr-0.001/seed-0: 3,200 tokens" in text
     assert "2 of 2 cells to run, 6,400 tokens" in text
     assert "about " in text
-    assert "workers: 2, threads of each: 1" in text
+    assert "workers: 2, threads per worker: 1" in text
     assert not (tmp_path / "out").exists()
 
 

@@ -71,13 +71,13 @@ def test_bca_equals_its_formula() -> None:
     assert not math.isclose(high, np.quantile(means, 0.975), abs_tol=5e-4)  # a plain one is not it
 
 
-def test_bca_of_few_seeds_is_too_narrow_which_is_why_the_t_interval_decides() -> None:
+def test_bca_of_few_seeds_is_too_narrow() -> None:
     d = normal(0.0, 4, 400)
     low, high = bca_interval(d, resamples=499)
     assert np.mean((low < 0) & (high > 0)) < 0.9
 
 
-def test_bca_of_a_single_set_equals_the_same_set_in_a_batch_of_one() -> None:
+def test_bca_of_one_set_equals_that_of_a_batch_of_one() -> None:
     d = normal(0.0, 6, 1)
     low, high = bca_interval(d[0])
     assert low < d.mean() < high
@@ -97,7 +97,7 @@ def test_sign_flip_is_exact_and_holds_its_level() -> None:
 def test_sign_flip_cannot_reach_p_05_below_six_pairs() -> None:
     for n in range(1, 9):
         p = float(sign_flip_test(np.full(n, 5.0) + np.arange(n)))
-        assert p == pytest.approx(min(1, 2 / 2**n))
+        assert p == pytest.approx(min(1.0, 2 / 2**n))
         assert (p < 0.05) == (n >= MIN_PAIRS_FOR_SIGN_FLIP)
 
 
@@ -118,7 +118,7 @@ def test_equivalence_holds_its_level_at_the_margin(n: int) -> None:
     assert np.mean(tost(normal(0.0, 60, trials), MARGIN) < 0.05) > 0.99
 
 
-def test_equivalence_is_the_90_percent_interval_inside_the_margin() -> None:
+def test_equivalence_means_90_percent_interval_inside_margin() -> None:
     d = normal(0.005, 8, 500)
     low, high = t_interval(d, 0.90)
     inside = (low > -MARGIN) & (high < MARGIN)
@@ -152,7 +152,7 @@ def test_holm_of_a_worked_example() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_holm_lies_between_no_correction_and_bonferroni_and_keeps_the_order(
+def test_holm_is_between_uncorrected_and_bonferroni_and_ordered(
     p: list[float],
 ) -> None:
     adjusted = holm(p)

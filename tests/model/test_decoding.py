@@ -1,4 +1,4 @@
-"""The reader: each way of reading a token gives the logits of the whole sequence."""
+"""The decoder: each way of reading a token gives the logits of the whole sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minillama import ModelConfig, Transformer
-from minillama.model.decoding import Reader
+from minillama.model.decoding import Decoder
 from minillama.model.kv_cache import KVCache
 
 PLAIN = {"vocab_size": 37, "dim": 24, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40}
@@ -25,10 +25,10 @@ def build(dtype: torch.dtype = torch.float32, **changes: object) -> Transformer:
     return model.to(dtype)
 
 
-def read_all(model: Transformer, tokens: list[int]) -> tuple[torch.Tensor, Reader]:
+def read_all(model: Transformer, tokens: list[int]) -> tuple[torch.Tensor, Decoder]:
     cache = KVCache(model.config, 1, LENGTH, dtype=model.embed.weight.dtype)
-    reader = Reader(model, cache)
-    return torch.cat([reader.read([token]).clone() for token in tokens]), reader
+    decoder = Decoder(model, cache)
+    return torch.cat([decoder.read([token]).clone() for token in tokens]), decoder
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_one_by_one_as_the_whole(
     model = build(torch.float64, **changes)
     tokens = torch.randint(37, (LENGTH,), generator=torch.Generator().manual_seed(0))
     threads(n_threads)
-    logits, reader = read_all(model, tokens.tolist())
+    logits, decoder = read_all(model, tokens.tolist())
     torch.testing.assert_close(logits, model(tokens[None])[0], rtol=1e-10, atol=1e-10)
-    if Reader(build(), KVCache(model.config, 1, 1))._stack is not None:  # there is a compiler
-        assert (reader._stack is not None) == in_one_call
+    if Decoder(build(), KVCache(model.config, 1, 1))._fused is not None:  # there is a compiler
+        assert (decoder._fused is not None) == in_one_call
 
 
 @pytest.mark.parametrize("lengths", [[3, 3], [1, 9, 4], [5] * 8, [1 + r % 7 for r in range(19)]])
@@ -79,11 +79,11 @@ def test_rows_of_a_batch_are_read_as_the_whole_of_each(
     pad_B = longest - torch.tensor(lengths)
     cache = KVCache(model.config, len(lengths), longest + n_more, pad_B=pad_B, dtype=dtype)
     model(tokens[:, :longest], cache)
-    reader = Reader(model, cache)
-    assert (reader._stack is not None) == (kernels == "compiled")
+    decoder = Decoder(model, cache)
+    assert (decoder._fused is not None) == (kernels == "compiled")
     tolerance = 1e-5 if dtype is torch.float32 else 1e-11
     for step in range(n_more):
-        logits_BV = reader.read(tokens[:, longest + step].tolist())
+        logits_BV = decoder.read(tokens[:, longest + step].tolist())
         for row, pad in enumerate(pad_B.tolist()):
             want_V = model(tokens[row : row + 1, pad : longest + step + 1])[0, -1]
             torch.testing.assert_close(logits_BV[row], want_V, rtol=tolerance, atol=tolerance)
@@ -99,8 +99,8 @@ def test_a_model_that_is_watched_or_changed_is_read_as_it_is() -> None:
     assert len(seen) == len(tokens)
     hook.remove()
     model.blocks[0].attention.o_proj = torch.nn.Linear(24, 24)
-    logits, reader = read_all(model, tokens)
-    assert reader._stack is None
+    logits, decoder = read_all(model, tokens)
+    assert decoder._fused is None
     torch.testing.assert_close(logits, model(torch.tensor([tokens]))[0], rtol=1e-5, atol=1e-5)
 
 
@@ -112,8 +112,8 @@ def test_any_number_of_threads_gives_the_same_bits(
     model, found = build(), []
     for n_threads in (1, 2, 3):
         threads(n_threads)
-        reader = Reader(model, KVCache(model.config, rows, LENGTH))
-        read = [reader.read([(step + row) % 37 for row in range(rows)]) for step in range(LENGTH)]
+        decoder = Decoder(model, KVCache(model.config, rows, LENGTH))
+        read = [decoder.read([(step + row) % 37 for row in range(rows)]) for step in range(LENGTH)]
         found.append(read[-1].clone())
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -121,8 +121,8 @@ def test_any_number_of_threads_gives_the_same_bits(
 
 def test_nothing_is_read_beyond_the_cache() -> None:
     model = build()
-    reader = Reader(model, KVCache(model.config, 1, 2))
-    reader.read([1])
-    reader.read([2])
+    decoder = Decoder(model, KVCache(model.config, 1, 2))
+    decoder.read([1])
+    decoder.read([2])
     with pytest.raises(AssertionError):
-        reader.read([3])
+        decoder.read([3])

@@ -48,8 +48,7 @@ def with_gradients(
 
 
 def used(dim: int, inner: int) -> bool:
-    kernel = mlp._load(torch.float32)
-    return kernel is not None and bool(kernel.fits(dim, inner))
+    return mlp.is_one_kernel(dim, inner)
 
 
 # ------------------------------------------------------------------------- values and gradients

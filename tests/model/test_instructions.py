@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from minillama.model.kernels import compiled
+from minillama.model.kernels import library
 
 CODE = """
 import json, sys, torch
 from minillama import ModelConfig, Transformer
 from minillama.sampling import generate_batch
-from minillama.model.kernels import compiled, rms_norm
+from minillama.model.kernels import library, rms_norm
 
 numbers, tokens_made = [], []
 for dtype in (torch.float32, torch.float64):
@@ -37,13 +37,13 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
     y = rms_norm(x, gain, 1e-6)
     y.backward(x.detach().flip(0))
     numbers += [t.double().square().sum().item() for t in (y, x.grad, gain.grad)]
-width = compiled.load_library("stack", torch.float32).vector_bytes()
+width = library.load(torch.float32).vector_bytes()
 json.dump({"numbers": numbers, "tokens": tokens_made, "bytes": width}, sys.stdout)
 """
 
 
 def computed(cache: Path, flags: str) -> dict[str, object]:
-    compiler = os.environ.get("CC") or compiled._find_compiler()[0]
+    compiler = os.environ.get("CC") or library.find_compiler()[0]
     environment = os.environ | {"CC": f"{compiler} {flags}", "MINILLAMA_CACHE": str(cache)}
     done = subprocess.run(
         [sys.executable, "-c", CODE],
@@ -61,8 +61,8 @@ def computed(cache: Path, flags: str) -> dict[str, object]:
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names x86 instructions")
 def test_narrower_vectors_compute_the_same(tmp_path: Path) -> None:
     try:
-        compiled._find_compiler()
-    except compiled._BuildError:
+        library.find_compiler()
+    except library.BuildError:
         pytest.skip("no C compiler here")
     results = [
         computed(tmp_path / str(number), flags)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minillama.model.kernels import IGNORED, Options, linear_cross_entropy
+from minillama.model.kernels import IGNORED, LossOptions, linear_cross_entropy
 from minillama.model.kernels.cross_entropy import _loss_and_gradient_
 
-OPTIONS = [Options(), Options(z_loss=0.1), Options(softcap=2.0), Options(0.1, 2.0)]
+OPTIONS = [LossOptions(), LossOptions(z_loss=0.1), LossOptions(softcap=2.0), LossOptions(0.1, 2.0)]
 MODULE = sys.modules["minillama.model.kernels.cross_entropy"]
 
 
@@ -39,7 +39,7 @@ def draw_targets(n: int, n_vocab: int) -> Tensor:
 
 
 def exact(
-    x: Tensor, weight: Tensor, targets: Tensor, options: Options = OPTIONS[0]
+    x: Tensor, weight: Tensor, targets: Tensor, options: LossOptions = OPTIONS[0]
 ) -> tuple[Tensor, Tensor]:
     """The equations, and nothing else, over the rows that count."""
     counted = targets != IGNORED
@@ -75,7 +75,7 @@ def with_gradients(
 )
 @pytest.mark.parametrize("options", OPTIONS)
 def test_values_and_gradients_are_those_of_float64(
-    kernels: str, n_vocab: int, n: int, options: Options
+    kernels: str, n_vocab: int, n: int, options: LossOptions
 ) -> None:
     targets = draw_targets(n, n_vocab)
     for dtype in (torch.float32, torch.float64):
@@ -107,7 +107,7 @@ def test_a_vocabulary_of_more_than_one_chunk(kernels: str) -> None:
     strided=st.booleans(),
 )
 def test_any_shape_and_strides(
-    n: int, dim: int, n_vocab: int, options: Options, ignored: list[int], strided: bool
+    n: int, dim: int, n_vocab: int, options: LossOptions, ignored: list[int], strided: bool
 ) -> None:
     x, weight = tensor(dim, n).T, tensor(n_vocab, 2 * dim, seed=1)[:, ::2]
     targets = (torch.arange(2 * n) * 7 % n_vocab)[::2]
@@ -169,7 +169,7 @@ def test_a_target_out_of_range_is_refused(
 @pytest.mark.parametrize("n", [0, 8])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_where_no_target_counts_the_loss_is_0(
-    kernels: str, small_chunks: None, n: int, options: Options
+    kernels: str, small_chunks: None, n: int, options: LossOptions
 ) -> None:
     targets = torch.full((n,), IGNORED)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -296,7 +296,7 @@ def test_two_runs_agree_to_the_bit(kernels: str) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("x_learns", "w_learns"), [(True, True), (True, False), (False, True)])
 def test_first_and_second_gradients(
-    kernels: str, small_chunks: None, options: Options, x_learns: bool, w_learns: bool
+    kernels: str, small_chunks: None, options: LossOptions, x_learns: bool, w_learns: bool
 ) -> None:
     x = tensor(5, 3).requires_grad_(x_learns)
     weight = tensor(7, 3, seed=1).requires_grad_(w_learns)

@@ -342,14 +342,14 @@ def differences(comparisons: Sequence[Comparison], results: Results) -> Figure:
     traces = []
     for row, c in enumerate(comparisons):
         style = styles[c.arm]
-        seeds = {
+        seeds: dict[str, Any] = {
             "marker": {"size": 7},
             "opacity": 0.6,
             "text": [f"seed {seed}" for seed in c.seeds],
             "hovertemplate": "%{text}: %{x:.4f}",
         }
         half = (c.t95.high - c.t95.low) / 2
-        mean = {
+        mean: dict[str, Any] = {
             "marker": {"size": 12},
             "error_x": {"type": "data", "array": _rounded([half]), "thickness": 2.5, "width": 6},
             "hovertemplate": f"mean %{{x:.4f}}<br>95% {c.t95.low:.4f} to {c.t95.high:.4f}",

@@ -200,8 +200,8 @@ def _legend(figure: Figure, styles: Mapping[str, ArmStyle], width: float) -> Leg
 
 def _legend_height(legend: Legend) -> float:
     figure: Any = legend.get_figure(root=True)
-    height = legend.get_window_extent(figure.canvas.get_renderer()).height
-    return float(height / figure.dpi)
+    box = legend.get_window_extent(figure.canvas.get_renderer())
+    return float(box.height / figure.dpi)
 
 
 # ------------------------------------------------------------------------------------------- plots

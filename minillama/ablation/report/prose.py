@@ -103,9 +103,7 @@ def _losses(results: Results, comparisons: Sequence[Comparison], short: Mapping[
     if not any(run.ended for run in results.runs):
         return "No run has ended yet: there is nothing to report."
     if len(results.arms) == 1:
-        return (
-            "One arm: this shows how its loss depends on the learning rate, and compares nothing."
-        )
+        return "One arm: this shows how its loss depends on the learning rate, no comparison."
     if not comparisons:
         return "No arm can be compared with its baseline yet: they share no finished seed."
     if all(len(c.seeds) == 1 for c in comparisons):

@@ -1,29 +1,22 @@
-"""Causal attention over whole sequences, with its rotary positions: one kernel each way.
+"""Attention with its rotary positions: causal over whole sequences, and of one new position.
 
-PyTorch turns queries and keys in seven passes over memory, repeats the keys and values that several
-heads share, and its attention knows nothing of rows that are short.  The C kernel reads the
+PyTorch rotates queries and keys in seven passes over memory, repeats the keys and values that
+several heads share, and its attention is not made for short rows.  The C kernels read the
 projections as they are.
 
-Shapes: B batch, T positions, H query heads, G key/value heads, K features of a head.
+Shapes: B batch, T positions, H query heads, G key/value heads, K features of a head, S positions of
+the cache.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillama.model.kernels.compiled import load_library
-from minillama.model.kernels.dispatch import (
-    differentiable_gradients,
-    is_one_dtype,
-    is_plain,
-    needs_gradient,
-)
+from minillama.model.kernels.frame import Kernel, c_library, needs_gradient, threads_for
 from minillama.model.rope import Rotation, rotate
 
 
@@ -34,7 +27,7 @@ def causal_attention_reference(
 
     Args:
         qkv_BTSK: H heads of queries, G of keys and G of values: (B, T, H + 2G, K).
-        rotation: of positions 0 … T − 1, by which queries and keys are turned.
+        rotation: of positions 0 … T − 1, by which queries and keys are rotated.
         n_heads: H.
         n_kv_heads: G, which divides H.
     """
@@ -51,7 +44,10 @@ def attend(
     *,
     is_causal: bool = False,
 ) -> Tensor:
-    """Return softmax(q·kᵀ / √K)·v, (B, H, T, K), where H / G query heads share a key/value head."""
+    """Return softmax(q·kᵀ / √K)·v, (B, H, T, K), where H / G query heads share a key/value head.
+
+    ``mask`` is True where a key may be seen.
+    """
     group = q_BHTK.shape[1] // k_BGSK.shape[1]
     if group > 1:
         k_BGSK, v_BGSK = (y.repeat_interleave(group, dim=1) for y in (k_BGSK, v_BGSK))
@@ -63,25 +59,15 @@ def attend(
 def causal_attention(qkv_BTSK: Tensor, rotation: Rotation, n_heads: int, n_kv_heads: int) -> Tensor:
     """Do what :func:`causal_attention_reference` does, by the C kernel where it can be used."""
     cos, sin = rotation
-    if (
-        not torch.compiler.is_compiling()
-        and is_plain(qkv_BTSK, cos, sin)
-        and is_one_dtype((torch.float32, torch.float64), qkv_BTSK, cos, sin)
-        and not torch.is_autocast_enabled("cpu")
-        and _fit(qkv_BTSK, rotation, n_heads, n_kv_heads)
-        and (kernel := _load(qkv_BTSK.dtype))
-    ):
-        how = _How(kernel, n_heads, n_kv_heads)
-        tensors = qkv_BTSK.contiguous(), cos.contiguous(), sin.contiguous()
-        if needs_gradient(qkv_BTSK):
-            return cast(Tensor, _apply(*tensors, how))
-        return _forward(*tensors, how, keep=False)[0]
+    if _fits(qkv_BTSK, rotation, n_heads, n_kv_heads) and (c := c_library(qkv_BTSK, cos, sin)):
+        y_BTHK: Tensor = _CAUSAL(c, (qkv_BTSK, cos, sin), n_heads, n_kv_heads)
+        return y_BTHK
     return causal_attention_reference(qkv_BTSK, rotation, n_heads, n_kv_heads)
 
 
-def _fit(qkv: Tensor, rotation: Rotation, n_heads: int, n_kv_heads: int) -> bool:
-    """Tell whether the kernel, which trusts its sizes, can have these; else PyTorch complains."""
-    if qkv.numel() == 0 or qkv.ndim != 4 or n_heads % n_kv_heads:
+def _fits(qkv: Tensor, rotation: Rotation, n_heads: int, n_kv_heads: int) -> bool:
+    """Return whether the sizes match, which the kernel does not check; else PyTorch complains."""
+    if qkv.ndim != 4 or n_heads % n_kv_heads:
         return False
     _, length, n_stored, dim = qkv.shape
     rotated = (length, dim // 2)
@@ -93,31 +79,20 @@ def _fit(qkv: Tensor, rotation: Rotation, n_heads: int, n_kv_heads: int) -> bool
     )
 
 
-class _Kernel(NamedTuple):
-    forward: Any
-    backward: Any
+def _plain(qkv: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int) -> Tensor:
+    return causal_attention_reference(qkv, Rotation(cos, sin), n_heads, n_kv_heads)
 
 
-class _How(NamedTuple):
-    kernel: _Kernel
-    n_heads: int
-    n_kv_heads: int
-
-
-@functools.cache
-def _load(dtype: torch.dtype) -> _Kernel | None:
-    library = load_library("attention", dtype)
-    if library is None:
-        return None
-    sizes = [*[ctypes.c_long] * 5, ctypes.c_int]
-    library.attention_forward.argtypes = [*[ctypes.c_void_p] * 5, *sizes]
-    library.attention_backward.argtypes = [*[ctypes.c_void_p] * 7, *sizes]
-    return _Kernel(library.attention_forward, library.attention_backward)
-
-
-def _sizes(qkv: Tensor, how: _How) -> tuple[int, ...]:
+def _sizes(qkv: Tensor, n_heads: int, n_kv_heads: int) -> dict[str, int]:
     batch, length, _, dim = qkv.shape
-    return batch, length, how.n_heads, how.n_kv_heads, dim, torch.get_num_threads()
+    return {
+        "batch": batch,
+        "length": length,
+        "heads": n_heads,
+        "groups": n_kv_heads,
+        "dim": dim,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _check(status: int) -> None:
@@ -126,55 +101,144 @@ def _check(status: int) -> None:
 
 
 def _forward(
-    qkv: Tensor, cos: Tensor, sin: Tensor, how: _How, *, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return y (B, T, H, K) and, if it is to be kept, the log of each row's sum (B, H, T)."""
+    c: Any,
+    needed: tuple[bool, ...],
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    """Return y (B, T, H, K); keep it and the log of each row's sum, (B, H, T)."""
     batch, length, _, dim = qkv.shape
-    y = qkv.new_empty(batch, length, how.n_heads, dim)
-    log_sum = qkv.new_empty(batch, how.n_heads, length) if keep else None
-    status = how.kernel.forward(
-        qkv.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        y.data_ptr(),
-        None if log_sum is None else log_sum.data_ptr(),
-        *_sizes(qkv, how),
+    y = qkv.new_empty(batch, length, n_heads, dim)
+    log_sum = qkv.new_empty(batch, n_heads, length) if needed else None
+    sizes = _sizes(qkv, n_heads, n_kv_heads)
+    _check(c.attention_forward(qkv=qkv, cos=cos, sin=sin, y=y, log_sum=log_sum, **sizes))
+    return y, (y, log_sum)
+
+
+def _backward(
+    c: Any,
+    needed: tuple[bool, ...],
+    dy: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    kept: tuple[Tensor, Tensor],
+    n_heads: int,
+    n_kv_heads: int,
+) -> tuple[Tensor, None, None]:
+    (qkv, cos, sin), (y, log_sum) = tensors, kept
+    dqkv = torch.empty_like(qkv)
+    sizes = _sizes(qkv, n_heads, n_kv_heads)
+    status = c.attention_backward(
+        dy=dy, qkv=qkv, cos=cos, sin=sin, y=y, log_sum=log_sum, dqkv=dqkv, **sizes
     )
     _check(status)
-    return y, log_sum
+    return dqkv, None, None
 
 
-class _CausalAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, how: _How) -> Tensor:
-        y, log_sum = _forward(qkv, cos, sin, how, keep=True)
-        ctx.save_for_backward(qkv, cos, sin, y, log_sum)
-        ctx.how = how
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (qkv, cos, sin, y, log_sum), (grad,), how = ctx.saved_tensors, grads, ctx.how
-        if torch.is_grad_enabled() or not is_plain(grad):
-
-            def plain(qkv: Tensor) -> Tensor:
-                rotation = Rotation(cos, sin)
-                return causal_attention_reference(qkv, rotation, how.n_heads, how.n_kv_heads)
-
-            return *differentiable_gradients(plain, [qkv], grad), None, None, None
-        grad, grad_qkv = grad.contiguous(), torch.empty_like(qkv)
-        status = how.kernel.backward(
-            grad.data_ptr(),
-            qkv.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            y.data_ptr(),
-            log_sum.data_ptr(),
-            grad_qkv.data_ptr(),
-            *_sizes(qkv, how),
-        )
-        _check(status)
-        return grad_qkv, None, None, None
+_CAUSAL = Kernel(_plain, _forward, _backward)
 
 
-_apply: Any = _CausalAttention.apply
+# ------------------------------------------------------------------------------- one new position
+
+_PARALLEL_FROM = 1 << 16  # numbers of the cache that are read
+
+
+def decode_attention_reference(
+    qkv_B1MK: Tensor,
+    rotation: Rotation,
+    keys_BGSK: Tensor,
+    values_BGSK: Tensor,
+    length: int,
+    pad_B: Tensor | None,
+) -> Tensor:
+    """Store the new key and value at position ``length`` of the cache; attend from it to all.
+
+    Args:
+        qkv_B1MK: H heads of queries, G of keys and G of values: (B, 1, H + 2G, K).
+        rotation: of the new position of each row.
+        keys_BGSK: changed in place, as is ``values_BGSK``.
+        values_BGSK: the cache of this layer.
+        length: how many positions are stored.
+        pad_B: int64, how many positions at the start of each row are padding; None: 0 in all.
+
+    Returns:
+        (B, 1, H, K).
+    """
+    n_kv_heads = keys_BGSK.shape[1]
+    n_heads = qkv_B1MK.shape[2] - 2 * n_kv_heads
+    q, k, v = torch.split(qkv_B1MK.transpose(1, 2), [n_heads, n_kv_heads, n_kv_heads], dim=1)
+    keys_BGSK[:, :, length : length + 1] = rotate(k, rotation)
+    values_BGSK[:, :, length : length + 1] = v
+    mask = None
+    if pad_B is not None:
+        position_S = torch.arange(length + 1, device=pad_B.device)
+        mask = (position_S >= pad_B[:, None, None, None]) | (position_S == length)
+    end = length + 1
+    y = attend(rotate(q, rotation), keys_BGSK[:, :, :end], values_BGSK[:, :, :end], mask)
+    return y.transpose(1, 2)
+
+
+def decode_attention(
+    qkv_B1MK: Tensor,
+    rotation: Rotation,
+    keys_BGSK: Tensor,
+    values_BGSK: Tensor,
+    length: int,
+    pad_B: Tensor | None,
+) -> Tensor:
+    """Do what :func:`decode_attention_reference` does, by the C kernel where it can be used."""
+    cos, sin = rotation
+    tensors = qkv_B1MK, cos, sin, keys_BGSK, values_BGSK
+    if (
+        needs_gradient(qkv_B1MK)
+        or not _fits_cache(qkv_B1MK, rotation, keys_BGSK, values_BGSK, length, pad_B)
+        or not (c := c_library(*tensors, others=(pad_B,)))
+    ):
+        return decode_attention_reference(qkv_B1MK, rotation, keys_BGSK, values_BGSK, length, pad_B)
+    batch, n_kv_heads, capacity, dim = keys_BGSK.shape
+    n_heads = qkv_B1MK.shape[2] - 2 * n_kv_heads
+    y = qkv_B1MK.new_empty(batch, 1, n_heads, dim)
+    status = c.decode_attention(
+        qkv=qkv_B1MK.contiguous(),
+        cos=cos.contiguous(),
+        sin=sin.contiguous(),
+        keys=keys_BGSK,
+        values=values_BGSK,
+        first=None if pad_B is None else pad_B.contiguous(),
+        y=y,
+        batch=batch,
+        heads=n_heads,
+        groups=n_kv_heads,
+        dim=dim,
+        capacity=capacity,
+        length=length,
+        rotation_stride=dim // 2 if cos.numel() > dim // 2 else 0,
+        threads=threads_for(batch * n_kv_heads * length * dim, _PARALLEL_FROM),
+    )
+    if status != 0:
+        raise MemoryError("no memory for attention to the cache")
+    return y
+
+
+def _fits_cache(
+    qkv: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, length: int, pad_B: Tensor | None
+) -> bool:
+    """Return whether the sizes match, which the kernel does not check; else PyTorch complains."""
+    batch, n_kv_heads, capacity, dim = keys.shape
+    n_stored = qkv.shape[2]
+    n_rotations = {dim // 2, batch * dim // 2}
+    return (
+        keys.is_contiguous()
+        and values.is_contiguous()
+        and values.shape == keys.shape
+        and qkv.shape == (batch, 1, n_stored, dim)
+        and n_stored > 2 * n_kv_heads
+        and n_stored % n_kv_heads == dim % 2 == 0
+        and length < capacity
+        and rotation.cos.shape[-1:] == rotation.sin.shape[-1:] == (dim // 2,)
+        and rotation.cos.numel() in n_rotations
+        and rotation.sin.numel() == rotation.cos.numel()
+        and (pad_B is None or (pad_B.dtype is torch.int64 and pad_B.shape == (batch,)))
+    )

@@ -2,46 +2,44 @@
  *
  * Each number of y is summed in the same order however many threads there are.
  */
-#include "kernel.h"
-#include "rows.h"
-#include "units.h"
+#include "kernels.h"
+#include "row_products.h"
+#include "threads.h"
 
-#define UNIT_SIZE 32768 /* weights in a unit, about */
-#define MOST_ROWS 64    /* as in linear.py */
+#define FEW_ROWS_UNIT 32768 /* about so many weights in a unit */
+#define FEW_ROWS 64    /* as in linear.py */
 
 typedef struct {
     const wide *x, *w; /* x: (in, width) */
     wide *y;
     long rows, in, width, out, stride, unit_outputs; /* stride: of y's rows */
-} job_t;
+} few_rows_job;
 
-static void unit_of_outputs(const void *argument, long unit) {
-    const job_t *job = argument;
+static void few_rows_unit(const void *argument, long unit) {
+    const few_rows_job *job = argument;
     const long in = job->in, width = job->width, first = unit * job->unit_outputs;
     const long end = first + job->unit_outputs < job->out ? first + job->unit_outputs : job->out;
     if (width == 1) {
-        product(job->x, job->w, job->y, in, 1, first, end);
+        row_product(job->x, job->w, job->y, in, 1, first, end);
         return;
     }
-    wide lanes[LANE_OUTPUTS * MOST_ROWS];
+    wide lanes[LANE_OUTPUTS * FEW_ROWS];
     for (long o = first; o < end; o += LANE_OUTPUTS) {
-        const long some = end - o < LANE_OUTPUTS ? end - o : LANE_OUTPUTS;
-        product(job->x, job->w + o * in, lanes, in, width, 0, some);
-        rows_of_lanes(lanes, job->y + o, some, job->rows, width, job->stride);
+        const long count = end - o < LANE_OUTPUTS ? end - o : LANE_OUTPUTS;
+        row_product(job->x, job->w + o * in, lanes, in, width, 0, count);
+        rows_of_lanes(lanes, job->y + o, count, job->rows, width, job->stride);
     }
 }
 
-/* x (rows, in), w (out, in) to y (rows, out), whose rows are `stride` apart; `room` has MOST_ROWS x in
- * numbers, unless there is one row. */
-void linear(const wide *x, const wide *w, wide *y, wide *room, long rows, long in, long out,
-            long stride, int threads) {
+void linear_few_rows(const wide *x, const wide *w, wide *y, wide *scratch, long rows, long n_in,
+                     long n_out, long stride, int threads) {
     const long width = width_for(rows);
-    const long unit_outputs = round_up((UNIT_SIZE + in - 1) / in, LANE_OUTPUTS);
+    const long unit_outputs = round_up((FEW_ROWS_UNIT + n_in - 1) / n_in, LANE_OUTPUTS);
     if (width > 1) {
-        lanes_of_rows(x, room, in, rows, width);
-        x = room;
+        lanes_of_rows(x, scratch, n_in, rows, width);
+        x = scratch;
     }
-    job_t job = {.x = x, .w = w, .y = y, .rows = rows, .in = in, .width = width, .out = out,
-                 .stride = stride, .unit_outputs = unit_outputs};
-    for_units(unit_of_outputs, &job, (out + unit_outputs - 1) / unit_outputs, threads);
+    few_rows_job job = {.x = x, .w = w, .y = y, .rows = rows, .in = n_in, .width = width,
+                        .out = n_out, .stride = stride, .unit_outputs = unit_outputs};
+    for_units(few_rows_unit, &job, (n_out + unit_outputs - 1) / unit_outputs, threads);
 }

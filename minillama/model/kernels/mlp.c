@@ -4,19 +4,19 @@
  *   backward   dh = dy W,  dg and du by swiglu.h,  dx = dg G + du U,
  *              dG = dg' x,  dU = du' x,  dW = dy' h
  *
- * Only x and gu = [x G', x U'] are kept for it; h is computed anew.  Rows do not depend on each other,
+ * Only x and gu = [x G', x U'] are kept for it; h is recomputed.  Rows do not depend on each other,
  * and each number of a weight's gradient is summed in one order (tile.h): neither depends on how many
  * threads there are.  N rows, D numbers in each, F between the products; D and F are whole vectors.
  */
-#include "kernel.h"
+#include "kernels.h"
 #include "swiglu.h"
+#include "threads.h"
 #include "tile.h"
-#include "units.h"
 
-#define UNIT_ROWS 96L           /* of a unit, at most: panels of weights are read anew for each */
-#define GROUP_SIZE 262144L      /* numbers of h and dgu, about, of one thread: what its cache holds */
-#define D_ROWS (4 * TILE_ROWS)  /* of dG and of dU in a unit */
-#define W_ROWS (2 * TILE_ROWS)  /* of dW, whose rows are longer */
+#define MLP_UNIT_ROWS 96L           /* of a unit, at most: it reads all panels of the weights */
+#define MLP_GROUP_SIZE 262144L      /* numbers of h and dgu, about, of one thread: what its cache holds */
+#define MLP_GATE_ROWS (4 * TILE_ROWS)  /* of dG and of dU in a unit */
+#define MLP_DOWN_ROWS (2 * TILE_ROWS)  /* of dW, whose rows are longer */
 
 typedef struct {
     const wide *x, *dy;           /* (N, D) */
@@ -25,11 +25,11 @@ typedef struct {
     wide *y, *dx;                 /* (N, D); dx and the next may be NULL: not wanted */
     wide *dg, *du, *dw;           /* of G, U: (F, D), of W: (D, F) */
     wide *h, *dgu;                /* backward: (rows, F), (rows, 2F) */
-    wide *rooms;                  /* forward: one for each thread */
+    wide *thread_scratch;                  /* forward: one for each thread */
     long first, rows, dim, inner; /* rows of the group that begins at first; D, F */
     long unit_rows;
     int threads;
-} job_t;
+} mlp_job;
 
 static long units_of(long rows, long unit_rows) { return (rows + unit_rows - 1) / unit_rows; }
 
@@ -41,11 +41,11 @@ static long rows_left(long rows, long unit_rows, long unit) {
 /* Enough units for all threads, if there are so many tiles. */
 static long unit_rows_for(long rows, int threads) {
     const long share = round_up(units_of(rows, 2 * threads), TILE_ROWS);
-    return threads > 1 && share < UNIT_ROWS ? share : UNIT_ROWS;
+    return threads > 1 && share < MLP_UNIT_ROWS ? share : MLP_UNIT_ROWS;
 }
 
 static long group_rows(long rows, long inner, int threads) {
-    const long group = round_up(GROUP_SIZE / (3 * inner), TERMS) * threads; /* as multiply cuts them */
+    const long group = round_up(MLP_GROUP_SIZE / (3 * inner), TERMS) * threads; /* as multiply cuts them */
     return group < rows ? group : rows;
 }
 
@@ -58,25 +58,24 @@ static void times(const wide *a, long a_stride, const wide *b, wide *c, long c_s
     multiply(&p);
 }
 
-static void forward_unit(const void *argument, long unit) {
-    const job_t *job = argument;
+static void mlp_forward_unit(const void *argument, long unit) {
+    const mlp_job *job = argument;
     const long dim = job->dim, inner = job->inner, first = unit * job->unit_rows;
     const long rows = rows_left(job->rows, job->unit_rows, unit);
     const wide *x = job->x + first * dim;
-    wide *h = job->rooms + thread_of(job->threads) * job->unit_rows * 3 * inner;
+    wide *h = job->thread_scratch + thread_of(job->threads) * job->unit_rows * 3 * inner;
     wide *gu = job->gu ? job->gu + first * 2 * inner : h + job->unit_rows * inner;
     times(x, dim, job->g, gu, 2 * inner, rows, dim, inner, 0);
     times(x, dim, job->u, gu + inner, 2 * inner, rows, dim, inner, 0);
     for (long r = 0; r < rows; r++) {
-        const wide *g = gu + r * 2 * inner, *u = g + inner;
-        for (long i = 0; i < inner; i += LANES)
-            store(h + r * inner + i, gated(load(g + i), load(u + i)));
+        const wide *g = gu + r * 2 * inner;
+        swiglu_row(g, g + inner, h + r * inner, inner);
     }
     times(h, inner, job->w, job->y + first * dim, dim, rows, inner, dim, 0);
 }
 
-static void backward_unit(const void *argument, long unit) {
-    const job_t *job = argument;
+static void mlp_backward_unit(const void *argument, long unit) {
+    const mlp_job *job = argument;
     const long dim = job->dim, inner = job->inner, of_group = unit * job->unit_rows;
     const long rows = rows_left(job->rows, job->unit_rows, unit), first = job->first + of_group;
     wide *h = job->h + of_group * inner, *dgu = job->dgu + of_group * 2 * inner;
@@ -87,10 +86,10 @@ static void backward_unit(const void *argument, long unit) {
         for (long i = 0; i < inner; i += LANES) {
             wide *at = h + r * inner + i;
             vec of_g = load(g + i), of_u = load(u + i), a, b;
-            gated_backward(load(at), of_g, of_u, &a, &b);
+            swiglu_gradient(load(at), of_g, of_u, &a, &b);
             store(dg + i, a);
             store(du + i, b);
-            store(at, gated(of_g, of_u));
+            store(at, swiglu(of_g, of_u));
         }
     }
     if (!job->dx) return;
@@ -100,13 +99,13 @@ static void backward_unit(const void *argument, long unit) {
 }
 
 /* Units of dW, then of dG, then of dU. */
-static void weights_unit(const void *argument, long unit) {
-    const job_t *job = argument;
+static void mlp_weights_unit(const void *argument, long unit) {
+    const mlp_job *job = argument;
     const long dim = job->dim, inner = job->inner;
-    const long w_units = units_of(dim, W_ROWS), d_units = units_of(inner, D_ROWS);
+    const long w_units = units_of(dim, MLP_DOWN_ROWS), d_units = units_of(inner, MLP_GATE_ROWS);
     const int is_w = unit < w_units, is_u = unit >= w_units + d_units;
     unit -= is_w ? 0 : is_u ? w_units + d_units : w_units;
-    const long unit_rows = is_w ? W_ROWS : D_ROWS, row = unit * unit_rows, columns = is_w ? inner : dim;
+    const long unit_rows = is_w ? MLP_DOWN_ROWS : MLP_GATE_ROWS, row = unit * unit_rows, columns = is_w ? inner : dim;
     wide *c = is_w ? job->dw : is_u ? job->du : job->dg;
     if (!c) return;
     const product_t p = {
@@ -125,50 +124,46 @@ static void weights_unit(const void *argument, long unit) {
     multiply(&p);
 }
 
-/* Whether D and F are sizes that this is for; with few registers, products of others are faster. */
 int mlp_fits(long dim, long inner) { return MANY_REGISTERS && dim % LANES == 0 && inner % LANES == 0; }
 
-/* How many numbers of `room` are needed. */
-long mlp_forward_room(long dim, long inner, int threads) {
-    return 2 * panels(dim, inner) + panels(inner, dim) + threads * UNIT_ROWS * 3 * inner;
+long mlp_forward_scratch(long dim, long inner, int threads) {
+    return 2 * panels_size(dim, inner) + panels_size(inner, dim) + threads * MLP_UNIT_ROWS * 3 * inner;
 }
 
-long mlp_backward_room(long rows, long dim, long inner, int threads) {
-    return 2 * panels(inner, dim) + panels(dim, inner) + group_rows(rows, inner, threads) * 3 * inner;
+long mlp_backward_scratch(long rows, long dim, long inner, int threads) {
+    return 2 * panels_size(inner, dim) + panels_size(dim, inner) + group_rows(rows, inner, threads) * 3 * inner;
 }
 
-/* gate, up (F, D) and down (D, F); gu may be NULL. */
 void mlp_forward(const wide *x, const wide *gate, const wide *up, const wide *down, wide *y, wide *gu,
-                 wide *room, long rows, long dim, long inner, int threads) {
-    job_t job = {.x = x, .y = y, .gu = gu, .g = room, .u = room + panels(dim, inner),
-                 .w = room + 2 * panels(dim, inner), .rows = rows, .dim = dim, .inner = inner,
+                 wide *scratch, long rows, long dim, long inner, int threads) {
+    mlp_job job = {.x = x, .y = y, .gu = gu, .g = scratch, .u = scratch + panels_size(dim, inner),
+                 .w = scratch + 2 * panels_size(dim, inner), .rows = rows, .dim = dim, .inner = inner,
                  .unit_rows = unit_rows_for(rows, threads)};
     const long units = units_of(rows, job.unit_rows);
-    job.rooms = job.w + panels(inner, dim);
+    job.thread_scratch = job.w + panels_size(inner, dim);
     job.threads = threads_of(units, threads);
-    lay_panels(gate, job.g, dim, inner, 1);
-    lay_panels(up, job.u, dim, inner, 1);
-    lay_panels(down, job.w, inner, dim, 1);
-    for_units(forward_unit, &job, units, threads);
+    pack_panels(gate, job.g, dim, inner, 1);
+    pack_panels(up, job.u, dim, inner, 1);
+    pack_panels(down, job.w, inner, dim, 1);
+    for_units(mlp_forward_unit, &job, units, threads);
 }
 
-/* dx and the gradients of the weights may be NULL; they need not begin as zeros. */
 void mlp_backward(const wide *dy, const wide *x, const wide *gate, const wide *up, const wide *down,
-                  const wide *gu, wide *dx, wide *dgate, wide *dup, wide *ddown, wide *room, long rows,
+                  const wide *gu, wide *dx, wide *dgate, wide *dup, wide *ddown, wide *scratch, long rows,
                   long dim, long inner, int threads) {
     const long group = group_rows(rows, inner, threads);
-    job_t job = {.dy = dy, .x = x, .gu = (wide *)gu, .dx = dx, .dg = dgate, .du = dup, .dw = ddown,
-                 .g = room, .u = room + panels(inner, dim), .w = room + 2 * panels(inner, dim),
+    mlp_job job = {.dy = dy, .x = x, .gu = (wide *)gu, .dx = dx, .dg = dgate, .du = dup, .dw = ddown,
+                 .g = scratch, .u = scratch + panels_size(inner, dim), .w = scratch + 2 * panels_size(inner, dim),
                  .dim = dim, .inner = inner, .unit_rows = unit_rows_for(group, threads)};
-    job.h = job.w + panels(dim, inner);
+    job.h = job.w + panels_size(dim, inner);
     job.dgu = job.h + group * inner;
-    lay_panels(gate, job.g, inner, dim, 0);
-    lay_panels(up, job.u, inner, dim, 0);
-    lay_panels(down, job.w, dim, inner, 0);
+    pack_panels(gate, job.g, inner, dim, 0);
+    pack_panels(up, job.u, inner, dim, 0);
+    pack_panels(down, job.w, dim, inner, 0);
     for (; job.first < rows; job.first += group) {
         job.rows = rows_left(rows, group, job.first / group);
-        for_units(backward_unit, &job, units_of(job.rows, job.unit_rows), threads);
+        for_units(mlp_backward_unit, &job, units_of(job.rows, job.unit_rows), threads);
         if (dgate || dup || ddown)
-            for_units(weights_unit, &job, units_of(dim, W_ROWS) + 2 * units_of(inner, D_ROWS), threads);
+            for_units(mlp_weights_unit, &job, units_of(dim, MLP_DOWN_ROWS) + 2 * units_of(inner, MLP_GATE_ROWS), threads);
     }
 }

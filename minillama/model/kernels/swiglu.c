@@ -1,61 +1,50 @@
-/* SwiGLU (swiglu.h) of rows; only they are kept for the backward pass. */
-#include "kernel.h"
+/* SwiGLU (swiglu.h) of rows [g, u]; only they are kept for the backward pass. */
 #include "swiglu.h"
-#include "units.h"
+#include "kernels.h"
+#include "threads.h"
 
-#define UNIT_SIZE 16384 /* numbers of y in a unit, about */
+#define SWIGLU_UNIT 16384 /* about so many numbers of y in a unit */
 
 typedef struct {
     const wide *x, *dy;
     wide *out;
     long rows, dim, unit_rows;
-} job_t;
+} swiglu_job;
 
-static void forward_unit(const void *argument, long unit) {
-    const job_t *job = argument;
-    const long dim = job->dim, whole_dim = dim / LANES * LANES, rest = dim - whole_dim;
-    for (long row = unit * job->unit_rows; row < (unit + 1) * job->unit_rows && row < job->rows; row++) {
-        const wide *g = job->x + row * 2 * dim, *u = g + dim;
-        wide *y = job->out + row * dim;
-        for (long i = 0; i < whole_dim; i += LANES) store(y + i, gated(load(g + i), load(u + i)));
-        if (rest) {
-            const long i = whole_dim;
-            store_some(y + i, gated(load_some(g + i, rest), load_some(u + i, rest)), rest);
-        }
+static long swiglu_unit_end(const swiglu_job *job, long unit) {
+    const long end = (unit + 1) * job->unit_rows;
+    return end < job->rows ? end : job->rows;
+}
+
+static void swiglu_forward_unit(const void *argument, long unit) {
+    const swiglu_job *job = argument;
+    const long dim = job->dim, end = swiglu_unit_end(job, unit);
+    for (long row = unit * job->unit_rows; row < end; row++) {
+        const wide *g = job->x + row * 2 * dim;
+        swiglu_row(g, g + dim, job->out + row * dim, dim);
     }
 }
 
-static void backward_unit(const void *argument, long unit) {
-    const job_t *job = argument;
-    const long dim = job->dim, whole_dim = dim / LANES * LANES, rest = dim - whole_dim;
-    vec a, b;
-    for (long row = unit * job->unit_rows; row < (unit + 1) * job->unit_rows && row < job->rows; row++) {
+static void swiglu_backward_unit(const void *argument, long unit) {
+    const swiglu_job *job = argument;
+    const long dim = job->dim, end = swiglu_unit_end(job, unit);
+    for (long row = unit * job->unit_rows; row < end; row++) {
         const wide *g = job->x + row * 2 * dim, *u = g + dim, *dy = job->dy + row * dim;
-        wide *dg = job->out + row * 2 * dim, *du = dg + dim;
-        for (long i = 0; i < whole_dim; i += LANES) {
-            gated_backward(load(dy + i), load(g + i), load(u + i), &a, &b);
-            store(dg + i, a);
-            store(du + i, b);
-        }
-        if (rest) {
-            const long i = whole_dim;
-            gated_backward(load_some(dy + i, rest), load_some(g + i, rest), load_some(u + i, rest), &a, &b);
-            store_some(dg + i, a, rest);
-            store_some(du + i, b, rest);
-        }
+        wide *dg = job->out + row * 2 * dim;
+        swiglu_gradient_row(dy, g, u, dg, dg + dim, dim);
     }
 }
 
-static void run(void (*work)(const void *, long), job_t job, int threads) {
-    job.unit_rows = (UNIT_SIZE + job.dim - 1) / job.dim;
+static void run_swiglu(void (*work)(const void *, long), swiglu_job job, int threads) {
+    job.unit_rows = (SWIGLU_UNIT + job.dim - 1) / job.dim;
     for_units(work, &job, (job.rows + job.unit_rows - 1) / job.unit_rows, threads);
 }
 
-/* x (rows, 2 dim) to y (rows, dim) */
 void swiglu_forward(const wide *x, wide *y, long rows, long dim, int threads) {
-    run(forward_unit, (job_t){.x = x, .out = y, .rows = rows, .dim = dim}, threads);
+    run_swiglu(swiglu_forward_unit, (swiglu_job){.x = x, .out = y, .rows = rows, .dim = dim}, threads);
 }
 
 void swiglu_backward(const wide *dy, const wide *x, wide *dx, long rows, long dim, int threads) {
-    run(backward_unit, (job_t){.x = x, .dy = dy, .out = dx, .rows = rows, .dim = dim}, threads);
+    run_swiglu(swiglu_backward_unit,
+               (swiglu_job){.x = x, .dy = dy, .out = dx, .rows = rows, .dim = dim}, threads);
 }

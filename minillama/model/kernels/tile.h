@@ -1,17 +1,22 @@
 /* Products of matrices by tiles of c that stay in registers.
  *
  * A tile, TILE_ROWS rows of TILE_VECS vectors, stays while numbers of a meet vectors of b.  Each number
- * of c is the sum, in order, of sums of TERMS terms: so long ones keep what is small, and however c is
- * cut, or the terms at multiples of TERMS, it is the same.
+ * of c is the sum, in order, of sums of TERMS terms: long sums stay accurate, and however c is split, or
+ * the terms at multiples of TERMS, the result is the same.
  */
+#ifndef TILE_H
+#define TILE_H
+
+#include "vectors.h"
+
 #define TILE_ROWS 6 /* with a number of a and TILE_VECS of b, tiles fill most registers */
 #if MANY_REGISTERS
 #define TILE_VECS 4
 #else
 #define TILE_VECS 2
 #endif
-#define TERMS 256L /* of the sums, at a time: so much of a and b stays near */
-#define AHEAD 16   /* terms: a' is asked for so early, as each may lie on another page of memory */
+#define TERMS 256L /* summed at a time: so much of a and b stays in the cache */
+#define PREFETCH_TERMS 16   /* a' is prefetched so far ahead: each term may be on another page */
 
 typedef struct {
     const wide *a, *b;
@@ -32,7 +37,7 @@ static inline __attribute__((always_inline)) void tile_of(const tile_t *t, const
         for (int v = 0; v < vecs; v++) sum[r][v] = splat(0);
     for (long k = 0; k < terms; k++) {
         vec of_b[TILE_VECS];
-        if (transposed) __builtin_prefetch(a + (k + AHEAD) * a_stride + rows);
+        if (transposed) __builtin_prefetch(a + (k + PREFETCH_TERMS) * a_stride + rows);
 #pragma GCC unroll 4
         for (int v = 0; v < vecs; v++) of_b[v] = load(b + k * b_stride + v * LANES);
 #pragma GCC unroll 6
@@ -50,7 +55,7 @@ static inline __attribute__((always_inline)) void tile_of(const tile_t *t, const
             if (whole || v < vecs - 1)
                 store(to, t->add ? load(to) + sum[r][v] : sum[r][v]);
             else
-                store_some(to, t->add ? load_some(to, t->last) + sum[r][v] : sum[r][v], t->last);
+                store_partial(to, t->add ? load_partial(to, t->last) + sum[r][v] : sum[r][v], t->last);
         }
 }
 
@@ -74,13 +79,13 @@ static void tile(const tile_t *t, int transposed, int rows, int vecs) {
         switch (size) { SIZES(0) }
 }
 
-/* Panels of b, as wide as a tile: what one tile reads lies together. */
+/* Panels of b are as wide as a tile, so that what a tile reads is contiguous. */
 #define PANEL (TILE_VECS * LANES)
 
 /* c = a b, or with `add` c + a b; rows of each lie `stride` apart. */
 typedef struct {
     const wide *a, *b;
-    const wide *b_rest; /* (terms, LANES), b's last columns % LANES; NULL if b's rows have room for LANES */
+    const wide *b_rest; /* (terms, LANES), b's last columns % LANES; NULL if b's rows are padded to LANES */
     wide *c;
     long rows, terms, columns; /* c: (rows, columns) */
     long a_stride, b_stride, c_stride;
@@ -116,24 +121,19 @@ static void multiply(const product_t *p) {
     }
 }
 
-/* y[c][r] = x[r][c]; rows of y lie y_stride apart. */
-static void transpose(const wide *x, wide *y, long rows, long columns, long y_stride) {
-    for (long r = 0; r < rows; r += LANES)
-        for (long c = 0; c < columns; c++)
-            for (long i = r; i < r + LANES && i < rows; i++) y[c * y_stride + i] = x[i * columns + c];
-}
+/* The size of all panels, in numbers. */
+static long panels_size(long terms, long columns) { return terms * round_up(columns, PANEL); }
 
-/* How many numbers the panels take. */
-static long panels(long terms, long columns) { return terms * round_up(columns, PANEL); }
-
-/* Lays b (terms, columns), or b' (columns, terms), out in panels. */
-static void lay_panels(const wide *b, wide *y, long terms, long columns, int is_transposed) {
+/* Copies b (terms, columns), or b' (columns, terms), into panels. */
+static void pack_panels(const wide *b, wide *y, long terms, long columns, int is_transposed) {
     for (long j = 0; j < columns; j += PANEL, y += terms * PANEL) {
         const long width = columns - j < PANEL ? columns - j : PANEL;
         if (is_transposed)
-            transpose(b + j * terms, y, width, terms, PANEL);
+            transpose(b + j * terms, terms, y, PANEL, width, terms);
         else
             for (long k = 0; k < terms; k++)
                 memcpy(y + k * PANEL, b + k * columns + j, (size_t)width * sizeof(wide));
     }
 }
+
+#endif

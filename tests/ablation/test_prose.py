@@ -1,4 +1,4 @@
-"""The words claim no more than the numbers do."""
+"""The sentences claim no more than the numbers show."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from minillama.ablation.results import read_results
 BASE = [2.000, 2.010, 1.990, 2.005, 1.995, 2.002, 2.011]
 
 
-def words(folder: Path) -> tuple[str, str, str]:
+def sentences(folder: Path) -> tuple[str, str, str]:
     results = read_results(folder)
     arms = analyse_arms(results)
     comparisons = compare_arms(arms, results.margin)
@@ -33,7 +33,7 @@ def words(folder: Path) -> tuple[str, str, str]:
 
 def two_arms(make_ablation: Any, deltas: list[float]) -> tuple[str, str, str]:
     other = [base + delta for base, delta in zip(BASE, deltas, strict=False)]
-    return words(make_ablation({"rms": {1e-3: BASE[: len(deltas)]}, "ln": {1e-3: other}}))
+    return sentences(make_ablation({"rms": {1e-3: BASE[: len(deltas)]}, "ln": {1e-3: other}}))
 
 
 def test_one_seed_is_never_a_finding(make_ablation: Any) -> None:
@@ -64,7 +64,7 @@ def test_equivalence_needs_its_own_test_and_names_its_margin(make_ablation: Any)
     assert "90% interval" in found
 
 
-def test_a_clear_difference_says_that_few_pairs_cannot_pass_the_sign_flip_test(
+def test_a_clear_difference_names_the_limit_of_the_sign_flip_test(
     make_ablation: Any,
 ) -> None:
     said, found, _ = two_arms(make_ablation, [0.2, 0.21, 0.19, 0.2])
@@ -73,20 +73,20 @@ def test_a_clear_difference_says_that_few_pairs_cannot_pass_the_sign_flip_test(
     assert "cannot reach p < .05 with fewer than 6 pairs" in found
 
 
-def test_with_enough_pairs_the_sign_flip_test_speaks(make_ablation: Any) -> None:
+def test_enough_pairs_give_a_sign_flip_test(make_ablation: Any) -> None:
     said, found, _ = two_arms(make_ablation, [-0.2, -0.21, -0.19, -0.2, -0.2, -0.18, -0.22])
     assert said.startswith("Lower loss than its baseline: ln")
     assert "The sign-flip test gives p = .016" in found.replace("\N{NO-BREAK SPACE}", " ")
 
 
-def test_a_difference_below_the_margin_is_said_to_be_one(make_ablation: Any) -> None:
+def test_a_difference_below_the_margin_is_reported_as_such(make_ablation: Any) -> None:
     _, found, _ = two_arms(make_ablation, [0.005, 0.0051, 0.0049, 0.005, 0.005])
     assert "ln ended 0.005 nats per token above rms" in found
     assert "Still, the two are equivalent within ±0.02" in found
 
 
 def test_failures_are_in_the_headline_and_counted_by_fate(make_ablation: Any) -> None:
-    said, found, _ = words(
+    said, found, _ = sentences(
         make_ablation(
             {
                 "pre": {1e-3: [2.0, 2.1], 1e-2: [2.1, 2.3]},
@@ -99,9 +99,11 @@ def test_failures_are_in_the_headline_and_counted_by_fate(make_ablation: Any) ->
     assert "1 of post's 4 collapsed (at 0.01)" in found
 
 
-def test_the_headline_names_the_worst_of_many_failed_arms_in_few_words(make_ablation: Any) -> None:
+def test_the_headline_names_the_worst_of_many_failed_arms(
+    make_ablation: Any,
+) -> None:
     arms = {f"post+model.n_layers={n}": {1e-3: [2.1] * (9 - n) + [None] * n} for n in range(1, 8)}
-    said, found, _ = words(make_ablation(arms))
+    said, found, _ = sentences(make_ablation(arms))
     assert (
         "Runs failed in n_layers=7 (7 of 9), n_layers=6 (6 of 9), n_layers=5 (5 of 9), "
         "n_layers=4 (4 of 9) and 3 more." in said
@@ -111,7 +113,7 @@ def test_the_headline_names_the_worst_of_many_failed_arms_in_few_words(make_abla
 
 
 def test_a_best_rate_on_the_edge_asks_for_a_longer_grid(make_ablation: Any) -> None:
-    _, _, against = words(
+    _, _, against = sentences(
         make_ablation(
             {
                 "rms": {1e-3: [2.0], 3e-3: [1.9], 1e-2: [2.0]},
@@ -130,7 +132,7 @@ def test_gaps_and_crashes_are_listed(make_ablation: Any) -> None:
     (folder / "cells.csv").write_text(
         "arm,lr,seed,fate,error\nrms,0.001,1,crashed,the worker was ended by SIGKILL\n"
     )
-    _, _, against = words(folder)
+    _, _, against = sentences(folder)
     assert "1 cell of the grid not run yet" in against
     assert "rms at 0.001, seed 1, crashed" in against
     assert "SIGKILL" in against
@@ -150,17 +152,17 @@ def test_unequal_conditions_are_a_caution(
     make_ablation: Any, key: str, value: Any, expected: str
 ) -> None:
     folder = make_ablation({"rms": {1e-3: [2.0]}, "ln": {1e-3: [2.1]}})
-    assert expected not in words(folder)[2]
+    assert expected not in sentences(folder)[2]
     assert "had the same batches" in equal_start(read_results(folder))
     path = folder / "cells/ln/lr-0.001/seed-0/summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    assert expected in words(folder)[2]
+    assert expected in sentences(folder)[2]
     if key.endswith("hash"):
         assert equal_start(read_results(folder)) == ""
 
 
 def test_a_single_run_compares_nothing(make_run: Any) -> None:
-    said, found, against = words(make_run(2.0))
+    said, found, against = sentences(make_run(2.0))
     assert "Validation loss 2.000 nats per token after 200 steps, from 6.200" in said
     assert "A single run compares nothing" in said
     assert (found, against) == ("", "")
@@ -169,15 +171,15 @@ def test_a_single_run_compares_nothing(make_run: Any) -> None:
 def test_a_run_that_has_not_finished_says_so(make_run: Any) -> None:
     folder = make_run(2.0)
     (folder / "summary.json").unlink()
-    assert "has not finished (200 training steps" in words(folder)[0]
+    assert "has not finished (200 training steps" in sentences(folder)[0]
 
 
-def test_an_ablation_with_nothing_finished_says_nothing(make_ablation: Any) -> None:
+def test_an_ablation_with_nothing_finished_has_no_verdict(make_ablation: Any) -> None:
     folder = make_ablation({"rms": {1e-3: ["missing"]}, "ln": {1e-3: ["missing"]}})
-    assert words(folder)[0] == "No run has ended yet: there is nothing to report."
+    assert sentences(folder)[0] == "No run has ended yet: there is nothing to report."
 
 
-def test_p_values_and_lists_in_sentences() -> None:
+def test_p_values_and_lists_of_arms_as_text() -> None:
     assert format_p_value(0.0312).replace("\N{NO-BREAK SPACE}", " ") == "p = .031"
     assert format_p_value(1e-5).replace("\N{NO-BREAK SPACE}", " ") == "p < .001"
     assert join_some(["a", "b"]) == "a and b"

@@ -1,33 +1,28 @@
 /* Attention of one new position to itself and to those in the cache, one key/value head. */
+#ifndef CACHED_ATTENTION_H
+#define CACHED_ATTENTION_H
+
+#include "rope.h"
 
 typedef struct {
-    const wide *q, *k, *v;      /* of the new position: the query heads that share this one, not turned */
+    const wide *q, *k, *v;      /* of the new position: the query heads that share this one, before RoPE */
     const wide *cos, *sin;      /* (K / 2) of the new position */
-    wide *keys, *values;        /* (capacity, K): the new ones go to place `length` */
+    wide *keys, *values;        /* (capacity, K): the new ones go to position `length` */
     wide *y;                    /* (heads, K) */
     long heads, dim, length, first; /* first: before it the cache holds padding */
-} cached_t;
+} cached_attention_t;
 
-static inline wide dot(const wide *a, const wide *b, long n) {
-    vec sum = splat(0);
-    long i = 0;
-    for (; i + LANES <= n; i += LANES) sum += load(a + i) * load(b + i);
-    wide total = sum_of(sum);
-    for (; i < n; i++) total += a[i] * b[i];
-    return total;
-}
+/* The size of `scratch`, in numbers. */
+static inline long cached_attention_scratch(long dim, long length) { return dim + round_up(length + 1, LANES); }
 
-/* How many numbers `room` must have. */
-static inline long cached_room(long dim, long length) { return dim + round_up(length + 1, LANES); }
-
-static inline void attend_cached(const cached_t *a, wide *room) {
+static inline void attend_to_cache(const cached_attention_t *a, wide *scratch) {
     const long dim = a->dim, length = a->length, padded = round_up(length + 1, LANES);
-    const long first = a->first < length ? a->first : length; /* padding itself sees itself */
-    wide *q = room, *p = room + dim;
-    turn(a->k, a->keys + length * dim, a->cos, a->sin, dim, 1, 1);
+    const long first = a->first < length ? a->first : length; /* a padded row sees itself */
+    wide *q = scratch, *p = scratch + dim;
+    rotate(a->k, a->keys + length * dim, a->cos, a->sin, dim, 1, 1);
     memcpy(a->values + length * dim, a->v, (size_t)dim * sizeof(wide));
     for (long head = 0; head < a->heads; head++) {
-        turn(a->q + head * dim, q, a->cos, a->sin, dim, 1, 1 / sqrt((wide)dim));
+        rotate(a->q + head * dim, q, a->cos, a->sin, dim, 1, 1 / sqrt((wide)dim));
         wide top = -INFINITY;
         for (long t = 0; t < padded; t++) p[t] = -INFINITY;
         for (long t = first; t <= length; t++) {
@@ -40,7 +35,7 @@ static inline void attend_cached(const cached_t *a, wide *room) {
             store(p + t, e);
             sum += e;
         }
-        const wide scale = 1 / sum_of(sum);
+        const wide scale = 1 / sum_lanes(sum);
         wide *y = a->y + head * dim;
         long c = 0;
         for (; c + LANES <= dim; c += LANES) {
@@ -55,3 +50,5 @@ static inline void attend_cached(const cached_t *a, wide *room) {
         }
     }
 }
+
+#endif

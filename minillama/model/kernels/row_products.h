@@ -1,27 +1,32 @@
-/* Products of few rows x with rows of w, where reading w is most of the time that it takes.
+/* Products of few rows x with rows of w, where most of the time goes into reading w.
  *
- * One row alone is summed along its features.  More are `lanes`: x is (in, width), a feature's rows
- * side by side, so that every number of w meets a whole vector and nothing is summed across lanes.
+ * A single row is summed along its features.  Several are `lanes`: x is (in, width), the rows of each
+ * feature side by side, so that a number of w meets a whole vector and nothing is summed across lanes.
  */
-#define OUTPUTS 4       /* rows of w at a time: one row of x */
-#define AHEAD 4096      /* bytes: w is asked for so early */
+#ifndef ROW_PRODUCTS_H
+#define ROW_PRODUCTS_H
+
+#include "vectors.h"
+
+#define ROW_OUTPUTS 4       /* rows of w at a time: one row of x */
+#define PREFETCH_BYTES 4096      /* w is prefetched so far ahead */
 #define LANE_OUTPUTS 8L /* rows of w at a time: lanes */
 
 static inline void outputs_of(const wide *restrict x, const wide *restrict w, wide *restrict y,
                               long in, int outputs) {
-    const long whole_in = in / LANES * LANES;
-    vec sum[OUTPUTS];
+    const long vector_in = in / LANES * LANES;
+    vec sum[ROW_OUTPUTS];
     for (int o = 0; o < outputs; o++) sum[o] = splat(0);
-    for (long i = 0; i < whole_in; i += LANES) {
+    for (long i = 0; i < vector_in; i += LANES) {
         vec v = load(x + i);
         for (int o = 0; o < outputs; o++) {
-            __builtin_prefetch((const char *)(w + o * in + i) + AHEAD);
+            __builtin_prefetch((const char *)(w + o * in + i) + PREFETCH_BYTES);
             sum[o] += v * load(w + o * in + i);
         }
     }
     for (int o = 0; o < outputs; o++) {
-        wide total = sum_of(sum[o]);
-        for (long i = whole_in; i < in; i++) total += x[i] * w[o * in + i];
+        wide total = sum_lanes(sum[o]);
+        for (long i = vector_in; i < in; i++) total += x[i] * w[o * in + i];
         y[o] = total;
     }
 }
@@ -39,11 +44,11 @@ static inline void lane_outputs_of(const wide *restrict x, const wide *restrict 
 }
 
 /* y[o] = x . w[o] for o from `first` to `end`; width is 1 or a multiple of LANES */
-static inline void product(const wide *x, const wide *w, wide *y, long in, long width, long first,
+static inline void row_product(const wide *x, const wide *w, wide *y, long in, long width, long first,
                            long end) {
     if (width == 1) {
-        for (; first + OUTPUTS <= end; first += OUTPUTS)
-            outputs_of(x, w + first * in, y + first, in, OUTPUTS);
+        for (; first + ROW_OUTPUTS <= end; first += ROW_OUTPUTS)
+            outputs_of(x, w + first * in, y + first, in, ROW_OUTPUTS);
         for (; first < end; first++) outputs_of(x, w + first * in, y + first, in, 1);
         return;
     }
@@ -59,7 +64,7 @@ static inline void product(const wide *x, const wide *w, wide *y, long in, long 
         }
 }
 
-/* How wide lanes are that hold so many rows. */
+/* The width of lanes that hold so many rows. */
 static inline long width_for(long rows) { return rows == 1 ? 1 : round_up(rows, LANES); }
 
 /* Lanes y (n, width) of x (rows, n); those beyond the last row are 0. */
@@ -74,3 +79,5 @@ static inline void rows_of_lanes(const wide *x, wide *y, long n, long rows, long
     for (long row = 0; row < rows; row++)
         for (long i = 0; i < n; i++) y[row * stride + i] = x[i * width + row];
 }
+
+#endif

@@ -1,54 +1,19 @@
-/* What all kernels share: number types, vectors, threads.  No header of Python or torch is needed.
- *
- * `scalar` is what tensors hold and `wide` what is computed in: float for float, bfloat16 and
- * float16; double for double.  The compiler's command line chooses: -DFLOAT32, -DFLOAT64,
- * -DBFLOAT16 or -DFLOAT16.
- */
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <tgmath.h>
+/* Vectors as wide as the machine's registers, and the functions of them that kernels share. */
+#ifndef VECTORS_H
+#define VECTORS_H
 
-#if defined(BFLOAT16)
-typedef uint16_t scalar;
-typedef float wide;
-static inline wide widen(scalar v) {
-    uint32_t bits = (uint32_t)v << 16;
-    wide w;
-    memcpy(&w, &bits, sizeof w);
-    return w;
-}
-static inline scalar narrow(wide w) { /* to the nearest, ties to even; NaN stays NaN */
-    uint32_t bits;
-    memcpy(&bits, &w, sizeof bits);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return w != w ? 0x7fc0 : (scalar)rounded;
-}
-#else
-#if defined(FLOAT16)
-typedef _Float16 scalar;
-typedef float wide;
-#elif defined(FLOAT32)
-typedef float scalar, wide;
-#elif defined(FLOAT64)
-typedef double scalar, wide;
-#endif
-static inline wide widen(scalar v) { return (wide)v; }
-static inline scalar narrow(wide w) { return (scalar)w; }
-#endif
-
-/* ------------------------------------------------------------------------------------- vectors */
+#include "numbers.h"
 
 #if defined(FLOAT64)
-typedef int64_t whole;
+typedef int64_t integer;
 #define EXPONENT_BIAS 1023
 #define MANTISSA_BITS 52
 #define EXP_TERMS 14
 #define LOWEST (-708.0)
 #define LN2_HIGH 0x1.62e42fefa38p-1 /* ln 2 in two parts; the first has few bits, so that */
-#define LN2_LOW 0x1.ef35793c7673p-45 /* its product with a whole number is exact */
+#define LN2_LOW 0x1.ef35793c7673p-45 /* its product with an integer is exact */
 #else
-typedef int32_t whole;
+typedef int32_t integer;
 #define EXPONENT_BIAS 127
 #define MANTISSA_BITS 23
 #define EXP_TERMS 8
@@ -57,7 +22,7 @@ typedef int32_t whole;
 #define LN2_LOW 0x1.7f7d1cp-20f
 #endif
 
-#if defined(__AVX512F__) /* as wide as the machine's registers: of halves, compilers make poor code */
+#if defined(__AVX512F__) /* as wide as the registers: compilers split wider ones badly */
 #define VECTOR_BYTES 64
 #elif defined(__AVX__)
 #define VECTOR_BYTES 32
@@ -71,22 +36,20 @@ typedef int32_t whole;
 #endif
 #define LANES ((long)(VECTOR_BYTES / sizeof(wide)))
 typedef wide vec __attribute__((vector_size(VECTOR_BYTES)));
-typedef whole ivec __attribute__((vector_size(VECTOR_BYTES)));
+typedef integer ivec __attribute__((vector_size(VECTOR_BYTES)));
 typedef wide unaligned_vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(wide))));
-
-int vector_bytes(void) { return VECTOR_BYTES; }
 
 static inline vec load(const wide *p) { return *(const unaligned_vec *)p; }
 static inline void store(wide *p, vec v) { *(unaligned_vec *)p = v; }
 static inline vec splat(wide w) { return w - (vec){0}; }
 
-static inline vec load_some(const wide *p, long n) {
+static inline vec load_partial(const wide *p, long n) {
     wide lane[LANES] = {0};
     memcpy(lane, p, (size_t)n * sizeof(wide));
     return load(lane);
 }
 
-static inline void store_some(wide *p, vec v, long n) {
+static inline void store_partial(wide *p, vec v, long n) {
     wide lane[LANES];
     store(lane, v);
     memcpy(p, lane, (size_t)n * sizeof(wide));
@@ -94,12 +57,12 @@ static inline void store_some(wide *p, vec v, long n) {
 
 static inline long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-/* Halves are added, down to 16 bytes: so lanes meet in registers, in an order that is fixed. */
-#define FEW ((int)(16 / sizeof(wide)))
+/* Adds halves, down to 16 bytes: in registers, and in a fixed order. */
+#define LANES16 ((int)(16 / sizeof(wide)))
 typedef wide vec16 __attribute__((vector_size(16)));
 typedef wide unaligned_vec16 __attribute__((vector_size(16), aligned(sizeof(wide))));
 
-static inline wide sum_of(vec v) {
+static inline wide sum_lanes(vec v) {
 #if VECTOR_BYTES == 16
     vec16 last = v;
 #else
@@ -120,7 +83,7 @@ static inline wide sum_of(vec v) {
     vec16 last = last32.half[0] + last32.half[1];
 #endif
     wide total = last[0] + last[1];
-    for (int j = 2; j < FEW; j += 2) total += last[j] + last[j + 1];
+    for (int j = 2; j < LANES16; j += 2) total += last[j] + last[j + 1];
     return total;
 }
 
@@ -129,7 +92,7 @@ static inline vec vec_max(vec a, vec b) {
     return (vec)((bigger & (ivec)a) | (~bigger & (ivec)b));
 }
 
-static inline wide max_of(vec v) {
+static inline wide max_lanes(vec v) {
     wide lane[LANES];
     store(lane, v);
     for (long half = LANES / 2; half; half /= 2)
@@ -142,17 +105,17 @@ static const double taylor[] = { /* 1 / n! */
     1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320,
     1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800.0};
 
-/* e^x for x <= 0; below LOWEST it is 0.  x = k ln 2 + f with k whole, |f| <= ln 2 / 2;
+/* e^x for x <= 0; below LOWEST it is 0.  x = k ln 2 + f with k an integer, |f| <= ln 2 / 2;
  * e^f by Taylor, times 2^k through the exponent's bits.  NaN gives NaN. */
 static inline vec vec_exp(vec x) {
-    const wide to_whole = (wide)3 * ((whole)1 << (MANTISSA_BITS - 1)); /* adding it rounds */
-    ivec low = x < LOWEST; /* what is computed for these, minus infinity among them, is not kept */
-    vec shifted = x * (wide)1.44269504088896340736 + to_whole;
-    vec k = shifted - to_whole;
+    const wide to_integer = (wide)3 * ((integer)1 << (MANTISSA_BITS - 1)); /* adding it rounds */
+    ivec low = x < LOWEST; /* includes minus infinity; their result is discarded */
+    vec shifted = x * (wide)1.44269504088896340736 + to_integer;
+    vec k = shifted - to_integer;
     vec f = x - k * LN2_HIGH - k * LN2_LOW;
     vec y = splat((wide)taylor[EXP_TERMS - 1]);
     for (int n = EXP_TERMS - 2; n >= 0; n--) y = y * f + (wide)taylor[n];
-    ivec power = ((ivec)shifted - (ivec)splat(to_whole) + EXPONENT_BIAS) << MANTISSA_BITS;
+    ivec power = ((ivec)shifted - (ivec)splat(to_integer) + EXPONENT_BIAS) << MANTISSA_BITS;
     return (vec)((ivec)(y * (vec)power) & ~low);
 }
 
@@ -163,15 +126,27 @@ static inline vec sigmoid(vec g) {
     return numerator / (1 + e);
 }
 
-/* ------------------------------------------------------------------------------------- threads */
-
-/* Of the OpenMP runtime that torch runs on: its threads are used, no others.  NULL: there is none. */
-static void (*openmp_parallel)(void (*body)(void *), void *job, unsigned threads, unsigned flags);
-static int (*openmp_thread)(void), (*openmp_team)(void);
-
-/* Called once: where the runtime's GOMP_parallel, omp_get_thread_num and omp_get_num_threads are. */
-void share_threads(void *parallel, void *thread, void *team) {
-    openmp_parallel = parallel;
-    openmp_thread = thread;
-    openmp_team = team;
+static inline wide dot(const wide *a, const wide *b, long n) {
+    vec sum = splat(0);
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) sum += load(a + i) * load(b + i);
+    wide total = sum_lanes(sum);
+    for (; i < n; i++) total += a[i] * b[i];
+    return total;
 }
+
+/* y[c][r] = x[r][c], LANES16 rows at once: of more, compilers make gathers, which are slower. */
+static inline void transpose(const wide *restrict x, long x_stride, wide *restrict y, long y_stride,
+                             long rows, long columns) {
+    long r = 0;
+    for (; r + LANES16 <= rows; r += LANES16, x += LANES16 * x_stride)
+        for (long c = 0; c < columns; c++) {
+            vec16 v;
+            for (int i = 0; i < LANES16; i++) v[i] = x[i * x_stride + c];
+            *(unaligned_vec16 *)(y + c * y_stride + r) = v;
+        }
+    for (; r < rows; r++, x += x_stride)
+        for (long c = 0; c < columns; c++) y[c * y_stride + r] = x[c];
+}
+
+#endif

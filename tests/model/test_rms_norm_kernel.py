@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,46 +14,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minillama.errors import ConfigError
-from minillama.model.kernels import compiled, fused, rms_norm, rms_norm_reference
-from minillama.model.kernels.reference import inverse_rms, rms_norm_backward_reference
+from minillama.model.kernels import rms_norm, rms_norm_reference
+from minillama.model.kernels.rms_norm import _torch_rms_norm
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [1, 3, 16, 63, 123]
 Gradients = tuple[Tensor, Tensor, Tensor | None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile into a folder of these tests, once for all of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MINILLAMA_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.delenv("MINILLAMA_KERNELS", raising=False)
-        compiled.load.cache_clear()
-        yield
-    compiled.load.cache_clear()
-
-
-@pytest.fixture(params=["compiled", "plain"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run the test with the C kernel, where there is a compiler, and without."""
-    monkeypatch.setenv("MINILLAMA_KERNELS", "1" if request.param == "compiled" else "0")
-    compiled.load.cache_clear()
-    if request.param == "compiled" and compiled.load(torch.float32) is None:
-        pytest.skip("no C compiler here")
-    yield request.param
-    compiled.load.cache_clear()
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache folder, and nothing loaded or said yet."""
-    monkeypatch.setenv("MINILLAMA_CACHE", str(tmp_path))
-    monkeypatch.delenv("MINILLAMA_KERNELS", raising=False)
-    compiled.load.cache_clear()
-    compiled._warn_once.cache_clear()
-    yield tmp_path
-    compiled.load.cache_clear()
-    compiled._warn_once.cache_clear()
 
 
 def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -310,17 +271,6 @@ def test_gradients_without_a_gain(kernels: str) -> None:
     assert torch.autograd.gradgradcheck(lambda x: rms_norm(x, None, 1e-3), (x,))
 
 
-def test_backward_formula_is_the_derivative_of_the_forward() -> None:
-    x, weight, grad = (
-        tensor(4, 9).requires_grad_(),
-        tensor(9).requires_grad_(),
-        tensor(4, 9, seed=3),
-    )
-    by_autograd = torch.autograd.grad(rms_norm_reference(x, weight, 1e-3), (x, weight), grad)
-    r = inverse_rms(x, 1e-3)
-    torch.testing.assert_close(rms_norm_backward_reference(grad, x, weight, r), by_autograd)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own use
 def test_function_transforms(kernels: str) -> None:
     x, weight = tensor(4, 5), tensor(5)
@@ -366,16 +316,6 @@ def test_changing_the_input_before_the_backward_pass_is_noticed(kernels: str) ->
         y.sum().backward()
 
 
-# --------------------------------------------------------------------------------------- threads
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(("rows", "dim"), [(2048, 64), (1001, 123), (20, 4096)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_to_the_bit_on_any_number_of_threads(
@@ -396,27 +336,6 @@ def test_the_same_to_the_bit_on_any_number_of_threads(
 
 
 # ------------------------------------------------------------------------- modes of torch
-
-
-def test_the_operator_passes_torchs_own_check(kernels: str) -> None:
-    for dtype in DTYPES:
-        x, weight = tensor(4, 5).to(dtype), tensor(5).to(dtype)
-        args = (x.requires_grad_(), weight.requires_grad_(), 1e-6, True)
-        torch.library.opcheck(torch.ops.minillama.rms_norm.default, args)
-        torch.library.opcheck(
-            torch.ops.minillama.rms_norm_backward.default,
-            (
-                torch.ones(4, 5).to(dtype),
-                x.detach(),
-                None,
-                tensor(4).to(torch.promote_types(dtype, torch.float32)),
-                True,
-            ),
-        )
-    assert torch.autograd.gradcheck(
-        lambda x, w: torch.ops.minillama.rms_norm(x, w, 1e-3, True)[0],
-        (tensor(3, 5).requires_grad_(), tensor(5).requires_grad_()),
-    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -481,117 +400,7 @@ def test_the_way_through_torchs_own_rms_norm(
 ) -> None:
     x = torch.randint(-8, 8, (64, 6), generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = (1 + 0.1 * tensor(6)).float() if affine else None
-    got = fused._torch_rms_norm(x, weight, 1e-6, cast_first)
+    got = _torch_rms_norm(x, weight, 1e-6, cast_first)
     want = rms_norm_reference(x, weight, 1e-6, cast_first)
     assert got.dtype == dtype
     torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=1e-7)
-
-
-# ------------------------------------------------------------------------------------ compiling
-
-
-def has_compiler() -> bool:
-    try:
-        compiled._find_compiler()
-    except compiled._BuildError:
-        return False
-    return True
-
-
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C compiler here")
-
-
-@pytest.mark.parametrize(
-    ("command", "reason"),
-    [("no-such-compiler-here", "no C compiler was found"), ("false", "the C compiler failed")],
-)
-def test_without_a_compiler_the_plain_version_runs_and_says_so_once(
-    fresh: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    command: str,
-    reason: str,
-) -> None:
-    monkeypatch.setenv("CC", command)
-    x = tensor(4, 63)
-    with caplog.at_level(logging.INFO, logger="minillama"):
-        for dtype in (torch.float32, torch.float64, torch.float32):
-            y = rms_norm(x.to(dtype), None, 1e-6)
-            torch.testing.assert_close(y.double(), exact(x, None, 1e-6), rtol=1e-5, atol=1e-5)
-    assert len(caplog.records) == 1
-    assert reason in caplog.text
-    assert "MINILLAMA_KERNELS=0" in caplog.text
-
-
-def test_compiled_kernels_can_be_forbidden(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("MINILLAMA_KERNELS", "0")
-    assert compiled.load(torch.float32) is None
-    assert not caplog.records
-    assert not list(fresh.iterdir())
-
-
-@needs_compiler
-def test_compiled_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiled.load(torch.float32) is not None
-    (library,) = (fresh / "kernels").iterdir()
-    written = library.stat().st_mtime_ns
-    compiled.load.cache_clear()
-    assert compiled.load(torch.float32) is not None
-    assert library.stat().st_mtime_ns == written
-    monkeypatch.setattr(compiled, "_OPTIONS", [*compiled._OPTIONS, "-DOTHER"])
-    compiled.load.cache_clear()
-    assert compiled.load(torch.float32) is not None
-    assert len(list((fresh / "kernels").iterdir())) == 2
-
-
-@needs_compiler
-def test_a_cache_that_cannot_be_written_does_not_matter(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (fresh / "file").touch()
-    monkeypatch.setenv("MINILLAMA_CACHE", str(fresh / "file"))
-    kernel = compiled.load(torch.float32)
-    assert kernel is not None
-    assert (fresh / "file").read_bytes() == b""
-    torch.testing.assert_close(
-        rms_norm(torch.ones(2, 3), None, 0.0), torch.ones(2, 3), rtol=0, atol=0
-    )
-
-
-@needs_compiler
-def test_a_compiler_that_knows_no_native_target(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = fresh / "old-cc"
-    compiler = " ".join(compiled._find_compiler())
-    script.write_text(
-        f'#!/bin/sh\ncase "$*" in *-march=native*) exit 1;; esac\nexec {compiler} "$@"\n'
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
-    assert compiled.load(torch.float32) is not None
-
-
-@needs_compiler
-def test_processes_replace_a_damaged_library_at_the_same_time(fresh: Path) -> None:
-    assert compiled.load(torch.float32) is not None
-    (library,) = (fresh / "kernels").iterdir()
-    library.unlink()
-    library.write_bytes(b"half a file")
-    code = (
-        "import torch; from minillama.model.kernels import rms_norm, compiled; "
-        "assert compiled.load(torch.float32); "
-        "print(rms_norm(torch.arange(1.0, 64.0), None, 1e-6).double().sum().item())"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
-        for _ in range(2)
-    ]
-    printed = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert printed[0] == printed[1] != b""
-    assert list((fresh / "kernels").iterdir()) == [library]
-    assert library.stat().st_size > 1000
