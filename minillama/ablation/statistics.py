@@ -24,14 +24,15 @@ Floats = NDArray[np.float64]
 
 MIN_PAIRS_FOR_SIGN_FLIP = 6
 """The fewest pairs with which a two-sided sign-flip test can give p < .05: 2 / 2⁶ = .031."""
-_EXACT_PAIRS = 13  # all 2^13 sign patterns are enumerated; for more, as many are drawn
+_EXACT_PAIRS = 13  # 2^13 sign patterns are enumerated; beyond, as many are drawn
 _RESAMPLES = 9999
 
 
 def t_interval(differences: ArrayLike, level: float = 0.95) -> tuple[Floats, Floats]:
     """Return Student's interval (low, high) for the mean difference; NaN below two pairs."""
     d = np.asarray(differences, dtype=np.float64)
-    if d.shape[-1] < 2:
+    n = d.shape[-1]
+    if n < 2:
         nothing = np.full(d.shape[:-1], math.nan)
         return nothing, nothing
     with _ignore_degenerate():
