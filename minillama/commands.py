@@ -18,14 +18,14 @@ from minillama.config import RunConfig
 from minillama.config.norms import NORM_KINDS
 from minillama.config.run import FilesSource
 from minillama.data.prepare import damaged_files, prepare
-from minillama.data.shards import Tokens, TokenShards
-from minillama.data.sources import open_documents
+from minillama.data.shards import Tokens
+from minillama.data.sources import read_documents
 from minillama.data.tokenizer import Tokenizer
 from minillama.errors import ConfigError, DivergedError, RunFolderError
 from minillama.evaluation import evaluate
 from minillama.formatting import finite_json, text_table
 from minillama.model.convert import layernorm_to_rmsnorm
-from minillama.model.norms import NORMS
+from minillama.model.norms import NORM_BUILDERS
 from minillama.model.placement import PLACEMENTS
 from minillama.plugins import load_plugins
 from minillama.registry import unknown_name
@@ -77,7 +77,7 @@ def evaluate_text(
         tokens: Tokens = prepared.val
         n_bytes, what = prepared.meta.n_val_bytes, "the validation split"
     else:
-        documents = open_documents(FilesSource(kind="files", files=[text]))
+        documents = list(read_documents(FilesSource(kind="files", files=[text])))
         tokens = _encoded(documents, tokenizer)
         n_bytes = sum(len(document.encode()) for document in documents)
         what = text
@@ -179,10 +179,9 @@ def prepare_data(config: RunConfig, *, check: bool = False) -> str:
             path.unlink()
         prepared = prepare(config)
     meta = prepared.meta
-    lines = [f"{name}: {value}" for name, value in meta.model_dump().items()]
-    for name, split in (("train", prepared.train), ("val", prepared.val)):
-        if isinstance(split, TokenShards):
-            lines.append(f"n_{name}_shards: {len(split.files)}")
+    counts = meta.model_dump(exclude={"train", "val"})
+    counts |= {"n_train_shards": len(meta.train), "n_val_shards": len(meta.val)}
+    lines = [f"{name}: {value}" for name, value in counts.items()]
     return "\n".join([f"folder: {prepared.folder}", *lines])
 
 
@@ -190,7 +189,7 @@ def explain_norms(name: str | None, plugins: list[str]) -> str:
     """List every norm kind and placement with formula and source, or explain the one named."""
     load_plugins(plugins)
     if name is None:
-        kinds = [(kind, NORMS.get(kind).formula, NORMS.get(kind).source) for kind in NORMS]
+        kinds = [(k, NORM_KINDS.get(k).formula, NORM_KINDS.get(k).source) for k in NORM_KINDS]
         rows = [
             (row, PLACEMENTS.get(row).formula, PLACEMENTS.get(row).source) for row in PLACEMENTS
         ]
@@ -202,11 +201,11 @@ def explain_norms(name: str | None, plugins: list[str]) -> str:
                 "minillama norms NAME explains one",
             )
         )
-    if name in NORMS:
-        spec = NORMS.get(name)
+    if name in NORM_KINDS:
+        spec, build = NORM_KINDS.get(name), NORM_BUILDERS.get(name)
         parts = [f"{name}: {spec.formula}    ({spec.source})"]
-        parts += [inspect.cleandoc(spec.build.__doc__)] if spec.build.__doc__ else []
-        fields = NORM_KINDS.get(name).model_fields
+        parts += [inspect.cleandoc(build.__doc__)] if build.__doc__ else []
+        fields = spec.options.model_fields
         options = [
             f"  {field}: default {info.get_default()!r}"
             + (f"; {info.description}" if info.description else "")
@@ -218,4 +217,4 @@ def explain_norms(name: str | None, plugins: list[str]) -> str:
         row = PLACEMENTS.get(name)
         final = "a norm before the head" if row.final_norm else "no norm before the head"
         return f"{name}: x ← {row.formula}    ({row.source})\n{final}"
-    raise ConfigError(unknown_name("norm kind or placement", name, [*NORMS, *PLACEMENTS]))
+    raise ConfigError(unknown_name("norm kind or placement", name, [*NORM_KINDS, *PLACEMENTS]))

@@ -31,12 +31,15 @@ LAYERS = [
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 IMPORTS_IN_FUNCTIONS = {
     "cli.py",
+    "data/files.py",
+    "data/sources.py",
     "training/assemble.py",
     "training/join.py",
     "training/ranks.py",
 }
 """A command loads what it needs; a run of one process, nothing of torch.distributed's engines; a
-config is assembled without torch unless it begins from a checkpoint."""
+config is assembled without torch unless it begins from a checkpoint; prepared data is used without
+`datasets` or pyarrow."""
 UNKNOWN_TO_THE_MODEL = {"RunConfig", "TrainConfig", "OptimConfig", "DataConfig", "TokenizerConfig"}
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from minillama import plugins
 from minillama.errors import ConfigError
-from minillama.plugins import load_plugins
+from minillama.plugins import load_plugins, plugin_source_hash
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +115,40 @@ def test_a_plugin_that_exits_is_an_error(tmp_path, status):
     plugin.write_text(f"import sys\nsys.exit({status})\n")
     with pytest.raises(ConfigError, match=r"plugins\.0 = .*leaves\.py.*SystemExit.*\(line 2\)"):
         load_plugins([str(plugin)])
+
+
+def test_a_plugin_that_exits_or_reads_stdin_is_a_config_error(tmp_path):
+    for body, said in (("import sys; sys.exit()", "SystemExit"), ("input()", "EOFError")):
+        file = write(tmp_path / f"{said}.py", body)
+        with pytest.raises(ConfigError, match=rf"{said}.*\(line 1\)"):
+            load_plugins([file])
+
+
+def test_the_hash_of_plugins_is_that_of_their_source(tmp_path, monkeypatch):
+    def hash_of(*names):
+        monkeypatch.setattr(plugins, "_LOADED_PLUGINS", {})
+        return plugin_source_hash([str(tmp_path / name) for name in names])
+
+    write(tmp_path / "a.py", "x = 1\n")
+    write(tmp_path / "b.py", "y = 1\n")
+    assert plugin_source_hash([]) == ""
+    first, both = hash_of("a.py"), hash_of("a.py", "b.py")
+    assert first != both
+    assert first == hash_of("a.py")
+    write(tmp_path / "a.py", "x = 2\n")
+    assert first != hash_of("a.py")
+    write(tmp_path / "a.py", "x = 1\n")
+    assert both == hash_of("a.py", "b.py")
+
+
+def test_the_hash_of_a_package_covers_all_of_its_files(tmp_path, monkeypatch):
+    package = tmp_path / "hashed_package"
+    package.mkdir()
+    write(package / "__init__.py", "")
+    write(package / "part.py", "x = 1\n")
+    monkeypatch.chdir(tmp_path)
+    first = plugin_source_hash(["hashed_package"])
+    write(package / "part.py", "x = 2\n")
+    assert plugin_source_hash(["hashed_package"]) == first  # of what is loaded
+    monkeypatch.setattr(plugins, "_LOADED_PLUGINS", {})
+    assert plugin_source_hash(["hashed_package"]) != first

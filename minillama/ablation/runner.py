@@ -38,7 +38,7 @@ from minillama.errors import (
 )
 from minillama.files import explain_write_errors, lock, write_atomic
 from minillama.formatting import format_duration
-from minillama.model.norms import is_ours
+from minillama.model.norms import is_builtin
 from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.training.device import pick_device
 from minillama.training.interrupt import StopSignal
@@ -101,7 +101,7 @@ def run(
     grid = cells(config)
     for cell in grid:
         # Counting the parameters of a user's norm means building it, which only workers should do.
-        if is_ours(cell.config.model.norm.kind):
+        if is_builtin(cell.config.model.norm.kind):
             refuse_what_cannot_fit(cell.config, pick_device(cell.config.train.device))
     folder = Path(config.out_dir)
     with _lock_folder(folder):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from minillama.config.fields import Factor, NonNegativeFloat, Positive, PositiveFloat
 from minillama.config.loading import Section, derived, refuse
-from minillama.config.norms import NormConfig
+from minillama.config.norms import NORM_KINDS, NormConfig
 from minillama.errors import ConfigError, FieldError
 
 
@@ -114,23 +114,4 @@ class ModelConfig(Section):
 
 def advice(model: ModelConfig) -> list[str]:
     """Return what is legal in ``model`` and yet makes a comparison unfair; a line each."""
-    norm = model.norm
-    if norm.kind != "dyt":
-        return []
-    options = norm.options
-    attention = options["alpha_attention"]
-    lacks = [
-        wish
-        for wish, granted in (
-            ("model.norm.options.bias=false", not options["bias"]),
-            (
-                "a larger model.norm.options.alpha_attention than alpha",
-                attention is not None and attention > options["alpha"],
-            ),
-            ("model.embed_scale=learned", model.embed_scale == "learned"),
-        )
-        if not granted
-    ]
-    return [
-        "dyt is an unfair baseline for a Llama (section 6 of its paper) without " + ", ".join(lacks)
-    ] * bool(lacks)
+    return NORM_KINDS.get(model.norm.kind).advice(model)

@@ -1,12 +1,33 @@
-"""The part of the config that says which norm a model has, and where it stands.
+"""The table of norms, the table of placements, and the config section that chooses from them.
 
-Kinds and placements are known here by name, options and formula alone, so that a faulty one is
-refused before torch is loaded; :mod:`minillama.model` holds what they do.
+A built-in kind of norm is one row of :data:`NORM_KINDS` here and one class in
+:mod:`minillama.model.norms`; a user's is ``register_norm``.  A placement is one row of
+:data:`PLACEMENTS`, of the user's as well (:func:`register_placement`).  Nothing here loads torch.
+
+Each sub-layer f (attention or MLP) runs one formula, whose slots are the identity where empty:
+
+    x ← residual_norm(α·x + a·output_norm(f(s·input_norm(x))))
+
+    placement   input  output  residual  scales         final norm  source
+    pre         N                                       yes         Xiong 2020; Llama
+    post                       N                        no          Vaswani 2017
+    reordered          N                                yes         OLMo 2; Swin v2
+    peri        N      N                                yes         Kim 2025; Gemma 2 ("sandwich")
+    scaled      N                        s = 1/√ℓ       yes         Sun 2025, LayerNorm scaling
+    deepnorm                   N         α = (2L)^¼     no          Wang 2022, DeepNet
+    rezero                               a learned      no          Bachlechner 2020
+    mix         post in the first ⌊L/4⌋ layers, then pre  yes       Li 2024, Mix-LN
+    hybrid      q, k and v normed; N behind attention's  yes        Zhuo 2025, HybridNorm
+                residual sum; nothing around the MLP
+
+ℓ counts layers from 1, as the papers do; L is their number.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -21,6 +42,9 @@ from minillama.config.fields import NonNegativeFloat, PositiveFloat
 from minillama.config.loading import NotBool, Section, field_errors, refuse
 from minillama.errors import FieldError
 from minillama.registry import Registry, unknown_name
+
+if TYPE_CHECKING:
+    from minillama.config.model import ModelConfig
 
 
 class RMSNormOptions(Section):
@@ -70,27 +94,169 @@ class DerfOptions(Section):
     bias: bool = Field(True, description="learn a shift β")
 
 
-NORM_KINDS: Registry[type[BaseModel]] = Registry("norm kind")
-"""Each kind's options.  ``minillama.model.norms`` builds the kinds; plugins add to both."""
-NORM_KINDS.register("rmsnorm", RMSNormOptions)
-NORM_KINDS.register("layernorm", LayerNormOptions)
-NORM_KINDS.register("scalenorm", NoOptions)
-NORM_KINDS.register("l2norm", NoOptions)
-NORM_KINDS.register("dyt", DyTOptions)
-NORM_KINDS.register("derf", DerfOptions)
-NORM_KINDS.register("none", NoOptions)
+def _dyt_advice(model: ModelConfig) -> list[str]:
+    options = model.norm.options
+    attention = options["alpha_attention"]
+    missing = [
+        wish
+        for wish, granted in (
+            ("model.norm.options.bias=false", not options["bias"]),
+            (
+                "a larger model.norm.options.alpha_attention than alpha",
+                attention is not None and attention > options["alpha"],
+            ),
+            ("model.embed_scale=learned", model.embed_scale == "learned"),
+        )
+        if not granted
+    ]
+    text = "dyt is an unfair baseline for a Llama (section 6 of its paper) without "
+    return [text + ", ".join(missing)] if missing else []
 
-PLACEMENTS: Registry[str] = Registry("norm placement")
-"""Each placement's formula.  ``minillama.model.placement`` holds the table itself."""
-PLACEMENTS.register("pre", "x + f(N(x))")
-PLACEMENTS.register("post", "N(x + f(x))")
-PLACEMENTS.register("reordered", "x + N(f(x))")
-PLACEMENTS.register("peri", "x + N(f(N(x)))")
-PLACEMENTS.register("scaled", "x + f(N(x) / √ℓ), ℓ the layer from 1")
-PLACEMENTS.register("deepnorm", "N((2L)^¼ · x + f(x)), L the number of layers")
-PLACEMENTS.register("rezero", "x + a · f(x), a learned, 0 at the start")
-PLACEMENTS.register("mix", "the first ⌊L/4⌋ layers post, the others pre")
-PLACEMENTS.register("hybrid", "y = x + attention of normed q, k, v; N(y) + mlp(N(y))")
+
+@dataclass(frozen=True)
+class NormKind:
+    """One row of the table: what a config and `minillama norms` need to know of a kind of norm.
+
+    ``options`` is the section of its options; ``advice(model)`` returns what is legal in the config
+    of a model with this norm and yet makes a comparison unfair, a line each.
+    """
+
+    formula: str
+    source: str
+    options: type[BaseModel] = NoOptions
+    advice: Callable[[ModelConfig], list[str]] = lambda model: []
+
+
+NORM_KINDS: Registry[NormKind] = Registry("norm kind")
+
+for _name, _row in {
+    "rmsnorm": NormKind(
+        "x / √(mean(x²) + ε) · γ", "Zhang & Sennrich 2019, 1910.07467", RMSNormOptions
+    ),
+    "layernorm": NormKind(
+        "(x − mean(x)) / √(var(x) + ε) · γ + β", "Ba et al. 2016, 1607.06450", LayerNormOptions
+    ),
+    "scalenorm": NormKind("g · x / ‖x‖", "Nguyen & Salazar 2019, 1910.05895"),
+    "l2norm": NormKind("x / ‖x‖", "Loshchilov et al. 2024, 2410.01131"),
+    "dyt": NormKind("γ · tanh(α·x) + β", "Zhu et al. 2025, 2503.10622", DyTOptions, _dyt_advice),
+    "derf": NormKind("γ · erf(α·x + s) + β", "Chen et al. 2025, 2512.10938", DerfOptions),
+    "none": NormKind("x", "no norm at all"),
+}.items():
+    NORM_KINDS.register(_name, _row)
+
+
+# -------------------------------------------------------------------------------------- placements
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What stands around one sub-layer: which norms, and the scales.
+
+    Around both sub-layers of a block the same, unless ``mlp`` says otherwise for the MLP.
+    """
+
+    input: bool = False
+    output: bool = False
+    residual: bool = False
+    s: float = 1.0
+    alpha: float = 1.0
+    gated: bool = False
+    """a is learned, one number for the block, 0 at start."""
+    qkv: bool = False
+    """Queries, keys and values are normed, each head separately."""
+    mlp: Slots | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One row of the table.
+
+    ``slots(layer, n_layers)`` gives what stands around the sub-layers of a block; ``layer`` counts
+    from 1.  ``final_norm`` is whether a norm stands before the head.  ``init_divisor(n_layers)``
+    divides the starting weights of the MLP, v_proj and o_proj.
+    """
+
+    formula: str
+    source: str
+    slots: Callable[[int, int], Slots]
+    final_norm: bool = True
+    init_divisor: Callable[[int], float] = lambda n_layers: 1.0
+
+    @property
+    def norms_qkv(self) -> bool:
+        """Whether it norms queries, keys and values, in the first layer at least."""
+        return self.slots(1, 1).qkv
+
+
+PLACEMENTS: Registry[Placement] = Registry("norm placement")
+
+
+def register_placement(name: str, placement: Placement) -> None:
+    """Add a row to the table, under a name that configs may use.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    PLACEMENTS.register(name, placement)
+
+
+def _in_every_layer(slots: Slots) -> Callable[[int, int], Slots]:
+    return lambda layer, n_layers: slots
+
+
+_PRE, _POST = Slots(input=True), Slots(residual=True)
+
+for _name, _placement in {
+    "pre": Placement("x + f(N(x))", "Xiong et al. 2020, 2002.04745; Llama", _in_every_layer(_PRE)),
+    "post": Placement(
+        "N(x + f(x))",
+        "Vaswani et al. 2017, 1706.03762",
+        _in_every_layer(_POST),
+        final_norm=False,
+    ),
+    "reordered": Placement(
+        "x + N(f(x))",
+        "OLMo 2, 2501.00656; Liu et al. 2021, 2111.09883",
+        _in_every_layer(Slots(output=True)),
+    ),
+    "peri": Placement(
+        "x + N(f(N(x)))",
+        "Kim et al. 2025, 2502.02732; Gemma 2",
+        _in_every_layer(Slots(input=True, output=True)),
+    ),
+    "scaled": Placement(
+        "x + f(N(x) / √ℓ), ℓ the layer from 1",
+        "Sun et al. 2025, 2502.05795",
+        lambda layer, n_layers: Slots(input=True, s=layer**-0.5),
+    ),
+    "deepnorm": Placement(
+        "N((2L)^¼ · x + f(x)), L the number of layers",
+        "Wang et al. 2022, 2203.00555",
+        lambda layer, n_layers: Slots(residual=True, alpha=(2 * n_layers) ** 0.25),
+        final_norm=False,
+        init_divisor=lambda n_layers: (8 * n_layers) ** 0.25,
+    ),
+    "rezero": Placement(
+        "x + a · f(x), a learned, 0 at the start",
+        "Bachlechner et al. 2020, 2003.04887",
+        _in_every_layer(Slots(gated=True)),
+        final_norm=False,
+    ),
+    "mix": Placement(
+        "the first ⌊L/4⌋ layers post, the others pre",
+        "Li et al. 2024, 2412.13795",
+        lambda layer, n_layers: _POST if layer <= n_layers // 4 else _PRE,
+    ),
+    "hybrid": Placement(
+        "y = x + attention of normed q, k, v; N(y) + mlp(N(y))",
+        "Zhuo et al. 2025, 2503.04598",
+        _in_every_layer(Slots(residual=True, qkv=True, mlp=Slots())),
+    ),
+}.items():
+    register_placement(_name, _placement)
+
+
+# ---------------------------------------------------------------------------------------- section
 
 
 class NormConfig(Section):
@@ -112,8 +278,8 @@ class NormConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> NormConfig:
-        if self.placement == "hybrid" and self.qk_norm != "none":
-            rule = "the hybrid placement norms q, k and v itself; leave this at none"
+        if PLACEMENTS.get(self.placement).norms_qkv and self.qk_norm != "none":
+            rule = f"the {self.placement} placement norms q, k and v itself; leave this at none"
             refuse([FieldError("qk_norm", self.qk_norm, rule, "placement")])
         return self
 
@@ -134,9 +300,9 @@ class NormConfig(Section):
     @field_validator("options")
     @classmethod
     def _options_of_kind(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        if "kind" not in info.data:  # the kind itself is at fault, and is reported
+        if "kind" not in info.data:  # the kind itself is wrong, and is reported
             return options
-        model = NORM_KINDS.get(info.data["kind"])
+        model = NORM_KINDS.get(info.data["kind"]).options
         try:
             return model(**options).model_dump()
         except ValidationError as error:

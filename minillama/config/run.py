@@ -55,6 +55,7 @@ from minillama.config.loading import (
     text_fields,
 )
 from minillama.config.model import ModelConfig
+from minillama.config.norms import NormConfig
 from minillama.config.shipped import find_config
 from minillama.errors import FieldError
 from minillama.plugins import load_plugins
@@ -170,22 +171,14 @@ class DataConfig(Section):
     )
     shard_tokens: Annotated[int, NotBool, Field(ge=1000)] | None = Field(
         None,
-        description="tokens in a file of prepared data, about, for a source that memory does not "
-        "hold: it is read as a stream, and each document drawn into a split by split_seed; "
-        "default: one file for each split, of documents that are shuffled first",
+        description="tokens in a file of prepared data, about; preparation that was stopped "
+        "resumes after the files that are finished; default: 100 million",
     )
     workers: Annotated[int, NotBool, Field(ge=0, le=256)] = Field(
         0,
-        description="processes that prepare shards; 0: this one alone; the result is the same",
+        description="processes that prepare the data; 0: this one alone; the result is the same",
         json_schema_extra=NO_EFFECT,
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> DataConfig:
-        if self.workers and self.shard_tokens is None:
-            rule = "only shards are prepared by several processes; set data.shard_tokens"
-            refuse([FieldError("workers", self.workers, rule)])
-        return self
 
 
 # ------------------------------------------------------------------------------------- training
@@ -354,7 +347,7 @@ OWNED_BY_KIND = {
     "data.source": Owned(None, "pydocs"),
     "model.rope_scaling": Owned(None),
     "tokenizer": Owned(("vocab_size", "path"), "bpe"),
-    "model.norm": Owned(("options",), "rmsnorm"),
+    "model.norm": Owned(("options",), NormConfig.model_fields["kind"].default),
 }
 """The settings that an override of a section's ``kind`` drops."""
 

@@ -78,10 +78,6 @@ class Batches:
             torch.from_numpy(windows_BT1[:, 1:].copy()),
         )
 
-    def epoch_of(self, step: int) -> int:
-        """Return the epoch, counted from 0, that the first window of ``step`` belongs to."""
-        return step * self.batch_size // self.n_windows
-
     @cached_property
     def hash(self) -> str:
         """The sha256 (hex) of all that decides what ``batch_at`` returns.

@@ -1,17 +1,13 @@
 """Text to token files, once.
 
-    source ──▶ documents, shuffled ──▶ train ........................ | val ....
-                                         │    the last val_fraction of the bytes ┘
-                                         ├──▶ tokenizer (trained on train only)
-                                         ▼
-    [bos] tokens [eos] of each ──▶ train.bin, val.bin, meta.json, tokenizer.model in the cache
+    source ──▶ documents, split ──▶ train ........................ | val ....
+                                      ├──▶ tokenizer (trained on train only)
+                                      ▼
+    [bos] tokens [eos] of each ──▶ shards, tokenizer.model and then meta.json in the cache
 
-The document that the border falls into is cut there: its head ends train without an eos, its tail
-begins val without a bos.  Nothing here knows of batches, so that the split is the same for all.
-
-With ``data.shard_tokens`` the source is a stream that becomes shards instead (see sharding.py):
-
-    parts of the source ──▶ each document drawn: train or val ──▶ tokens ──▶ shards, index.json
+A small source is one shard; a large one is many, which several processes can write.  Preparation
+that was stopped resumes after the shards that are finished.  Nothing here knows of batches, so that
+the split is the same for all.
 """
 
 from __future__ import annotations
@@ -19,57 +15,54 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
-from tqdm import tqdm
 
 from minillama.config import RunConfig
 from minillama.config.run import TokenizerConfig
-from minillama.data.building import build_once
-from minillama.data.files import Piece
-from minillama.data.sharding import Sharding, index_of, write_whole
-from minillama.data.shards import INDEX, ShardIndex, Tokens, TokenShards, sha256_of
-from minillama.data.sources import Documents, open_documents, source_hash
-from minillama.data.streams import open_stream, source_stamp
-from minillama.data.token_writer import TokenWriter
+from minillama.data.files import cache_entry
+from minillama.data.shard_writer import Shard, ShardWriter
+from minillama.data.shards import ShardFile, TokenShards, are_complete
+from minillama.data.sources import no_text, open_source, source_hash
 from minillama.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from minillama.errors import DataError, TokenizerError
-from minillama.files import cache_folder
+from minillama.files import atomic_file, cache_folder, sha256_of_file, write_atomic
 
-_FORMAT = 1  # of the token files and of the way to them; a new one makes old caches unused
-_NEAR_CHARS = 4096  # how far the border moves, at most, to a line's or a word's end
+_FORMAT = 2  # of the token files and of how they are made; a new one makes old caches unused
+_SHARD_TOKENS = 100_000_000  # by default
 _COUNTED_AT_ONCE = 1 << 20  # tokens
-_BYTES_A_TOKEN = 4  # of a BPE in English, about
+_TOKENIZER_FILE = "tokenizer.model"
 
 _LOGGER = logging.getLogger("minillama")
 
 
 class Meta(BaseModel):
-    """What is known of a pair of token files.
+    """The record of prepared data, meta.json.
 
     Attributes:
-        source_hash: sha256 of the source; for shards of its stamp, see :func:`source_stamp`.
-        tokenizer_sha256: sha256 of the tokenizer.
+        source_hash: SHA-256 of the source's content, see :func:`source_hash`.
+        tokenizer_sha256: SHA-256 of the tokenizer.
+        data_sha256: SHA-256 of the SHA-256 of each file, those of train before those of val.
         dtype: of the files, little-endian.
         n_train_tokens, n_val_tokens: bos and eos included.
         n_train_bytes, n_val_bytes: UTF-8 bytes of the text itself.
         n_documents: in both.
         unigram_entropy: nats per token of the training tokens: the loss of a model that knows
             nothing but how frequent each token is.
-        data_sha256: sha256 of train.bin followed by val.bin; of shards, that of their index.
+        train, val: the files of each, in the order in which they are read; none is empty.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     source_hash: str
     tokenizer_sha256: str
+    data_sha256: str
     dtype: Literal["uint16", "uint32"]
     n_train_tokens: int
     n_val_tokens: int
@@ -77,34 +70,49 @@ class Meta(BaseModel):
     n_val_bytes: int
     n_documents: int
     unigram_entropy: float
-    data_sha256: str
+    train: tuple[ShardFile, ...]
+    val: tuple[ShardFile, ...]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Token files, mapped into memory, and the tokenizer that made them."""
+    """Token files, mapped into memory as they are read, and the tokenizer that made them."""
 
     tokenizer: Tokenizer
-    train: Tokens
-    val: Tokens
+    train: TokenShards
+    val: TokenShards
     meta: Meta
     folder: Path
 
+    @property
+    def sha256(self) -> str:
+        """The identity of the data: a hash of all tokens, wherever their source is."""
+        return self.meta.data_sha256
+
 
 def prepare(config: RunConfig) -> Prepared:
-    """Return the tokens of ``config``, from the cache if they are there and whole.
+    """Return the tokens of ``config``, from the cache if they are there and complete.
 
     Several processes may call this at once; one prepares and the others wait.
 
     Raises:
         DataError: the text is missing, cannot be read, or is shorter than a window.
+        SourceUnreachableError: the text is on the network, which cannot be reached.
         TokenizerError: the vocabulary and the text do not fit.
+        MinillamaError: a process that prepared a part of it was killed.
     """
-    sharded = config.data.shard_tokens is not None
-    source = (source_stamp if sharded else source_hash)(config.data.source)
+    source = source_hash(config.data.source)
     folder = cache_folder() / "tokens" / _key(config, source)
-    build = _build_shards if sharded else _build
-    build_once(folder, _is_whole, lambda new: build(config, source, new), goes_on=sharded)
+    if not _is_complete(folder):
+        with cache_entry(folder):
+            if not _is_complete(folder):
+                folder.mkdir(exist_ok=True)
+                try:
+                    _build(config, source, folder)
+                except BaseException:
+                    with suppress(OSError):
+                        folder.rmdir()  # if no shard is finished
+                    raise
     meta = _read_meta(folder)
     _refuse_short_text(config.data.seq_len, meta.n_train_tokens, meta.n_val_tokens)
     _LOGGER.info(
@@ -115,244 +123,146 @@ def prepare(config: RunConfig) -> Prepared:
     )
     return Prepared(
         tokenizer=_load_tokenizer(config.tokenizer, folder),
-        train=_open_tokens(folder, "train", meta.dtype),
-        val=_open_tokens(folder, "val", meta.dtype),
+        train=TokenShards(folder, meta.train, meta.dtype),
+        val=TokenShards(folder, meta.val, meta.dtype),
         meta=meta,
         folder=folder,
     )
 
 
 def damaged_files(prepared: Prepared) -> list[Path]:
-    """Return the token files whose content is not what was written; reads all of them.
-
-    Of two files that are not in shards either may be the one, so both are named.
-    """
-    if isinstance(prepared.train, TokenShards) and isinstance(prepared.val, TokenShards):
-        return [*prepared.train.damaged(), *prepared.val.damaged()]
-    paths = [prepared.folder / "train.bin", prepared.folder / "val.bin"]
-    return [] if sha256_of(*paths) == prepared.meta.data_sha256 else paths
-
-
-def _open_tokens(folder: Path, split: Literal["train", "val"], dtype: str) -> Tokens:
-    if (folder / INDEX).exists():
-        return TokenShards(folder, getattr(_read_index(folder), split), dtype)
-    return np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
+    """Return the token files whose content is not what was written; reads all of them."""
+    return [*prepared.train.damaged(), *prepared.val.damaged()]
 
 
 def _key(config: RunConfig, source: str) -> str:
-    tokenizer = config.tokenizer
-    made_by: list[Any] = [tokenizer.kind, tokenizer.vocab_size]
+    """Return the name of the folder of prepared data: a hash of what decides its content."""
+    tokenizer, data = config.tokenizer, config.data
+    decisive = {
+        "format": _FORMAT,
+        "source": source,
+        "streaming": getattr(data.source, "streaming", None),  # decides the parts, so the blocks
+        "split": [data.val_fraction, data.split_seed],
+        "tokenizer": [tokenizer.kind, tokenizer.vocab_size],
+        "shard_tokens": data.shard_tokens,
+    }
     if tokenizer.path is not None:
-        made_by.append(load_tokenizer(tokenizer, None).sha256)
-    decisive = [_FORMAT, source, config.data.val_fraction, config.data.split_seed, made_by]
-    if config.data.shard_tokens is not None:
-        decisive.append(config.data.shard_tokens)
+        decisive["tokenizer"] = load_tokenizer(tokenizer, None).sha256
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 
 def _load_tokenizer(config: TokenizerConfig, folder: Path) -> Tokenizer:
-    return load_tokenizer(config, folder / "tokenizer.model" if config.has_file else None)
+    return load_tokenizer(config, folder / _TOKENIZER_FILE if config.has_file else None)
 
 
 def _read_meta(folder: Path) -> Meta:
     return Meta.model_validate_json((folder / "meta.json").read_bytes())
 
 
-def _read_index(folder: Path) -> ShardIndex:
-    return ShardIndex.model_validate_json((folder / INDEX).read_bytes())
-
-
-def _is_whole(folder: Path) -> bool:
-    """Tell whether a folder of the cache is there, with files of the sizes that meta names."""
+def _is_complete(folder: Path) -> bool:
+    """Return whether ``folder`` has all files that its meta.json names, each of its size."""
     try:
         meta = _read_meta(folder)
-        width = np.dtype(meta.dtype).itemsize
-        model = folder / "tokenizer.model"
-        if (folder / INDEX).exists():
-            index = _read_index(folder)
-            has_tokens = index.sha256 == meta.data_sha256 and index.is_whole(folder)
-        else:
-            sizes = [(folder / name).stat().st_size for name in ("train.bin", "val.bin")]
-            has_tokens = sizes == [meta.n_train_tokens * width, meta.n_val_tokens * width]
-        return has_tokens and (
+        return are_complete(folder, (*meta.train, *meta.val), meta.dtype) and (
             meta.tokenizer_sha256 == ByteTokenizer.sha256
-            or meta.tokenizer_sha256 == hashlib.sha256(model.read_bytes()).hexdigest()
+            or meta.tokenizer_sha256 == sha256_of_file(folder / _TOKENIZER_FILE)
         )
     except (OSError, ValidationError):
         return False
 
 
-# --------------------------------------------------------------------------------------- the split
-
-
-class Split:
-    """The documents in shuffled order, the last ``val_fraction`` of their bytes held out.
-
-    Args:
-        documents: all of them.
-        val_fraction: share of the bytes that is held out.
-        seed: of the shuffle.
-    """
-
-    def __init__(self, documents: Documents, val_fraction: float, seed: int) -> None:
-        self._documents = documents
-        order = np.random.Generator(np.random.PCG64(seed)).permutation(len(documents))
-        ends = np.cumsum(documents.sizes[order])
-        border = int(ends[-1]) - round(val_fraction * int(ends[-1]))
-        at = int(np.searchsorted(ends, border, "right"))  # the first document that ends beyond
-        self._whole_train, self._whole_val = order[:at], order[at + 1 :]
-        self._head, self._tail = "", ""
-        if at < len(order):
-            inside = border - (int(ends[at - 1]) if at else 0)
-            text = documents[int(order[at])]
-            reach = min(_NEAR_CHARS, (int(ends[-1]) - border) // 10)
-            self._head, self._tail = cut(text, inside, reach)
-
-    def most_tokens(self) -> tuple[int, int]:
-        """Return a bound on the tokens of train and val: one a byte, a prefix, bos and eos."""
-
-        def most(whole: NDArray[np.int64], part: str) -> int:
-            n_bytes = int(self._documents.sizes[whole].sum()) + len(part.encode())
-            return n_bytes + 3 * (len(whole) + bool(part))
-
-        return most(self._whole_train, self._head), most(self._whole_val, self._tail)
-
-    def train(self) -> Iterator[Piece]:
-        """Yield the training text."""
-        for index in self._whole_train:
-            yield Piece(self._documents[int(index)])
-        if self._head:
-            yield Piece(self._head, ends=not self._tail)
-
-    def val(self) -> Iterator[Piece]:
-        """Yield the held-out text."""
-        if self._tail:
-            yield Piece(self._tail, begins=not self._head)
-        for index in self._whole_val:
-            yield Piece(self._documents[int(index)])
-
-
-def cut(text: str, size: int, reach: int) -> tuple[str, str]:
-    """Cut ``text`` after at most ``size`` UTF-8 bytes, at a good place among the last characters.
-
-    That is after a line's end if one of the last ``reach`` characters before the border is one,
-    else before a white space among them, else between the two characters at the border.
-    """
-    border = len(text.encode()[:size].decode("utf-8", "ignore"))
-    start = max(0, border - reach)
-    line = text.rfind("\n", start, border) + 1
-    if line:
-        border = line
-    else:
-        spaces = [i for i in range(start, border) if text[i].isspace()]
-        border = spaces[-1] if spaces else border
-    return text[:border], text[border:]
-
-
-# --------------------------------------------------------------------------------- token files
+# --------------------------------------------------------------------------------------- building
 
 
 def _build(config: RunConfig, source: str, folder: Path) -> None:
-    documents = open_documents(config.data.source)
-    split = Split(documents, config.data.val_fraction, config.data.split_seed)
-    _refuse_short_text(config.data.seq_len, *split.most_tokens(), "at most ")
-    tokenizer = _new_tokenizer(config.tokenizer, (piece.text for piece in split.train()))
-    if config.tokenizer.has_file:
-        tokenizer.save(folder / "tokenizer.model")
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    digest = hashlib.sha256()
-    n_bytes = int(documents.sizes.sum())
-    with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="tokenizing", delay=2) as bar:
-        sides = []
-        for name, pieces in (("train.bin", split.train()), ("val.bin", split.val())):
-            with (folder / name).open("wb") as file:
-                writer = TokenWriter(file, tokenizer, dtype, digest)
-                for piece in pieces:
-                    bar.update(writer.add(piece))
-                sides.append(writer)
-    train, val = sides
-    meta = Meta(
-        source_hash=source,
-        tokenizer_sha256=tokenizer.sha256,
-        dtype="uint16" if dtype.itemsize == 2 else "uint32",
-        n_train_tokens=train.n_tokens,
-        n_val_tokens=val.n_tokens,
-        n_train_bytes=train.n_bytes,
-        n_val_bytes=val.n_bytes,
-        n_documents=len(documents),
-        unigram_entropy=_unigram_entropy(
-            np.memmap(folder / "train.bin", dtype, "r"), tokenizer.vocab_size
-        ),
-        data_sha256=digest.hexdigest(),
-    )
-    (folder / "meta.json").write_text(meta.model_dump_json(indent=2) + "\n")
-
-
-def _new_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
-    if config.kind != "bpe" or config.path is not None:
-        return load_tokenizer(config, None)
-    assert config.vocab_size is not None  # the config is resolved
-    return train_tokenizer(texts, config.vocab_size)
-
-
-def _build_shards(config: RunConfig, source: str, folder: Path) -> None:
-    """Write what is missing of the shards; what is there was written whole."""
-    data, shard_tokens = config.data, config.data.shard_tokens
-    assert shard_tokens is not None
-    for name in ("meta.json", INDEX):
-        (folder / name).unlink(missing_ok=True)
-    sharding = Sharding(
-        stream=open_stream(data.source, _BYTES_A_TOKEN * shard_tokens),
+    """Write what is missing of the shards; those that are there are complete."""
+    data = config.data
+    (folder / "meta.json").unlink(missing_ok=True)
+    writer = ShardWriter(
+        stream=open_source(data.source),
         tokenizer=ByteTokenizer(),
         folder=folder,
-        shard_tokens=shard_tokens,
+        shard_tokens=data.shard_tokens or _SHARD_TOKENS,
         val_fraction=data.val_fraction,
         split_seed=data.split_seed,
     )
-    sharding = replace(sharding, tokenizer=_tokenizer_of_shards(config.tokenizer, sharding))
-    shards = sharding.write(data.workers)
-    index = index_of(shards, sharding.dtype)
-    n_train, n_val = (sum(file.tokens for file in files) for files in (index.train, index.val))
-    _refuse_short_text(data.seq_len, n_train, n_val)
-    meta = Meta(
+    writer = replace(writer, tokenizer=_find_tokenizer(config, writer))
+    shards = writer.write(data.workers)
+    if n_blank := sum(shard.n_blank for shard in shards):
+        n_read = n_blank + sum(shard.n_documents for shard in shards)
+        _LOGGER.warning("data.source: %d of %d rows hold no text and are skipped", n_blank, n_read)
+    meta = _describe(shards, source, writer)
+    if not meta.n_train_bytes + meta.n_val_bytes:
+        raise no_text(data.source)
+    _refuse_short_text(data.seq_len, meta.n_train_tokens, meta.n_val_tokens)
+    write_atomic(folder / "meta.json", meta.model_dump_json(indent=2) + "\n")
+
+
+def _describe(shards: list[Shard], source: str, writer: ShardWriter) -> Meta:
+    train = tuple(shard.train for shard in shards if shard.train.tokens)
+    val = tuple(shard.val for shard in shards if shard.val.tokens)
+    hashes = "\n".join(file.sha256 for file in (*train, *val))
+    return Meta(
         source_hash=source,
-        tokenizer_sha256=sharding.tokenizer.sha256,
-        dtype=index.dtype,
-        n_train_tokens=n_train,
-        n_val_tokens=n_val,
-        n_train_bytes=sum(file.bytes for file in index.train),
-        n_val_bytes=sum(file.bytes for file in index.val),
+        tokenizer_sha256=writer.tokenizer.sha256,
+        data_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
+        dtype=writer.dtype,
+        n_train_tokens=sum(file.tokens for file in train),
+        n_val_tokens=sum(file.tokens for file in val),
+        n_train_bytes=sum(file.bytes for file in train),
+        n_val_bytes=sum(file.bytes for file in val),
         n_documents=sum(shard.n_documents for shard in shards),
         unigram_entropy=_unigram_entropy(
-            TokenShards(folder, index.train, index.dtype), sharding.tokenizer.vocab_size
+            TokenShards(writer.folder, train, writer.dtype), writer.tokenizer.vocab_size
         ),
-        data_sha256=index.sha256,
+        train=train,
+        val=val,
     )
-    for name, content in ((INDEX, index), ("meta.json", meta)):
-        write_whole(folder / name, content.model_dump_json(indent=2).encode() + b"\n")
 
 
-def _tokenizer_of_shards(config: TokenizerConfig, sharding: Sharding) -> Tokenizer:
-    """Return the tokenizer that finished shards were made with, or else a new one."""
-    path = sharding.folder / "tokenizer.model"
-    if not config.has_file:
-        return load_tokenizer(config, None)
-    with suppress(TokenizerError):
-        return load_tokenizer(config, path)
-    tokenizer = _new_tokenizer(config, sharding.train_texts())
-    temporary = path.with_name(f"{path.name}.new")
-    tokenizer.save(temporary)
-    write_whole(path, temporary.read_bytes())
-    temporary.unlink()
-    return tokenizer
-
-
-def _unigram_entropy(tokens: Tokens, vocab_size: int) -> float:
+def _unigram_entropy(tokens: TokenShards, vocab_size: int) -> float:
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, len(tokens), _COUNTED_AT_ONCE):
         counts += np.bincount(tokens[start : start + _COUNTED_AT_ONCE], minlength=vocab_size)
     shares = counts[counts > 0] / len(tokens)
     return float(-(shares * np.log(shares)).sum())
+
+
+def _find_tokenizer(config: RunConfig, writer: ShardWriter) -> Tokenizer:
+    """Return the tokenizer that finished shards were made with, or else a new one."""
+    if not config.tokenizer.has_file:
+        return load_tokenizer(config.tokenizer, None)
+    path = writer.folder / _TOKENIZER_FILE
+    with suppress(TokenizerError):
+        return load_tokenizer(config.tokenizer, path)
+    if config.tokenizer.kind == "bpe" and config.tokenizer.path is None:
+        tokenizer = _train_tokenizer(config, writer)
+    else:
+        tokenizer = load_tokenizer(config.tokenizer, None)
+    with atomic_file(path) as temporary:
+        tokenizer.save(temporary)
+    return tokenizer
+
+
+def _train_tokenizer(config: RunConfig, writer: ShardWriter) -> Tokenizer:
+    n_bytes = {False: 0, True: 0}  # of the training and the held-out text
+
+    def train_texts() -> Iterator[str]:
+        for text, is_held_out in writer.split_text():
+            n_bytes[is_held_out] += len(text.encode())
+            if not is_held_out:
+                yield text
+
+    assert config.tokenizer.vocab_size is not None  # the config is resolved
+    texts = train_texts()
+    try:
+        return train_tokenizer(texts, config.tokenizer.vocab_size)
+    except TokenizerError:
+        if next(texts, None) is None:  # all text was read: is there too little for any vocabulary?
+            if not n_bytes[False] + n_bytes[True]:
+                raise no_text(config.data.source) from None
+            _refuse_short_text(config.data.seq_len, n_bytes[False], n_bytes[True], "at most ")
+        raise
 
 
 def _refuse_short_text(seq_len: int, n_train: int, n_val: int, most: str = "") -> None:

@@ -1,147 +1,173 @@
-"""Where documents come from.
+"""Where documents come from: each source is a stream of documents in a few parts.
 
-    pydocs ──ast──▶ docstrings and manual pages ──┐
-    files, text ──read──▶ one document a file ────┼──▶ Documents: len, [i], sizes, source_hash
-    files, json csv parquet ─┐                    │
-    hub ─────────────────────┴─ datasets, Arrow ──┘    (see tables.py)
+    pydocs ──ast──▶ docstrings and manual pages ─────────┐
+    files, text ──▶ pieces of files (see files.py) ──────┼──▶ parts ──▶ documents
+    files, json csv parquet ─┐                           │
+    hub ─────────────────────┴─ datasets (tables.py) ────┘
 
-Documents are read when they are asked for, so that memory holds one at a time.  None is empty.
+What the parts are depends on the source alone.  Memory holds one document, or 1 MiB of one, at a
+time; reading can resume at any of them.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import importlib
 import json
-import logging
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol
 
 from minillama.config.run import FilesSource, PydocsSource, Source
-from minillama.data.files import local_files, read_text
+from minillama.data.files import TextFiles, data_files, is_url, local_files
+from minillama.data.split import Piece, Pieces, Place
 from minillama.errors import DataError
+from minillama.files import cache_folder, sha256_of_file, write_atomic
 
-_LOGGER = logging.getLogger("minillama")
-_READ_AT_ONCE = 1 << 20  # bytes
+_ALWAYS_HASHED = 16 << 20  # bytes: larger files are hashed once and again after a change
 
 # Installed packages, the tests of the standard library, and what the build machine decides.
 _NO_PROSE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BUILD_FILE = "_sysconfigdata"
 
 
-class Documents:
-    """A sequence of texts, each read by ``read(i)`` when it is asked for.
+class DocumentStream(Protocol):
+    """A source in parts; can be pickled."""
 
-    Args:
-        source_hash: names the content; equal hashes mean equal documents.
-        sizes: of each document, in UTF-8 bytes.
-        read: returns document i, for i from 0.
-    """
+    @property
+    def n_parts(self) -> int:
+        """How many parts there are, counted from 0."""
 
-    def __init__(
-        self, source_hash: str, sizes: NDArray[np.int64], read: Callable[[int], str]
-    ) -> None:
-        self.source_hash = source_hash
-        self.sizes = sizes
-        self._read = read
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def __getitem__(self, index: int) -> str:
-        return self._read(range(len(self))[index])
-
-    def __iter__(self) -> Iterator[str]:
-        return map(self._read, range(len(self)))
+    def read(self, part: int, place: Place = None) -> Pieces:
+        """Yield the documents of ``part``, long ones in pieces, from ``place`` on."""
 
 
-def open_documents(source: Source) -> Documents:
-    """Open ``source``, checking all of it.
+def open_source(source: Source) -> DocumentStream:
+    """Open ``source``; errors in its content are raised when that is read.
 
     Raises:
-        DataError: a file is missing or not UTF-8, the column is missing or holds no text, there is
-            no text at all, or the data set cannot be used.
-        SourceUnreachableError: the source is on the network, which is not there.
+        DataError: a file is missing, or the data set cannot be used.
+        SourceUnreachableError: the source is on the network, which cannot be reached.
     """
     if isinstance(source, PydocsSource):
-        return _open_pydocs(source)
+        return _Pydocs()
     if isinstance(source, FilesSource) and source.format == "text":
-        return _open_text_files(source)
-    # `datasets` takes a second to import, and most runs find their tokens prepared.
-    tables = importlib.import_module("minillama.data.tables")
-    name = source_hash(source)
+        return TextFiles(local_files(source))
+    from minillama.data import tables  # importing datasets takes a second; most runs need not
+
     if isinstance(source, FilesSource):
-        return Documents(name, *tables.open_files(source, local_files(source), name))
-    return Documents(name, *tables.open_hub(source, name))
+        return tables.open_files(source)
+    return tables.open_hub(source, source_hash(source)[:32])
+
+
+def read_documents(source: Source) -> Iterator[str]:
+    """Yield all documents of ``source`` that hold text, each as a whole.
+
+    Raises:
+        DataError: the source cannot be used or read, or holds no text.
+        SourceUnreachableError: the source is on the network, which cannot be reached.
+    """
+    stream = open_source(source)
+    parts: list[str] = []
+    is_empty = True
+    for part in range(stream.n_parts):
+        for piece, _ in stream.read(part):
+            parts.append(piece.text)
+            if piece.ends:
+                text = "".join(parts)
+                parts = []
+                if text.strip():
+                    is_empty = False
+                    yield text
+    if is_empty:
+        raise no_text(source)
+
+
+def no_text(source: Source) -> DataError:
+    """Return the error of a ``source`` without any text."""
+    if isinstance(source, PydocsSource):
+        return DataError("data.source.kind=pydocs: this Python's library has no docstrings")
+    if isinstance(source, FilesSource):
+        column = "" if source.format == "text" else f" in column {source.text_field!r}"
+        return DataError(f"data.source.files: no text{column} in {', '.join(source.files)}")
+    return DataError(f"data set {source.path!r} holds no text in column {source.text_field!r}")
 
 
 def source_hash(source: Source) -> str:
-    """Return a sha256 (hex) that changes with the source's content, without parsing it.
+    """Return a SHA-256 (hex) that changes with the source's content, wherever its files are.
 
-    Of a data set on the hub it covers the settings only: ``revision`` pins the content.
+    Of a data set on the hub it covers the settings only: ``revision`` pins the content.  The same
+    is true of the URL of a table.
 
     Raises:
         DataError: a file is missing or cannot be read.
-        SourceUnreachableError: a file is a URL that cannot be reached, and is not in the cache.
+        SourceUnreachableError: a text is at a URL that cannot be reached, and not in the cache.
     """
     if isinstance(source, PydocsSource):
-        return _hash_of_files(source.kind, _standard_library())
+        return _hash_files(source.kind, [str(path) for path in _standard_library()])
     if isinstance(source, FilesSource):
-        column = "" if source.format == "text" else source.text_field
-        return _hash_of_files(f"{source.kind} {source.format} {column}", local_files(source))
+        if source.format == "text":
+            return _hash_files("files text ", [str(path) for path in local_files(source)])
+        return _hash_files(f"files {source.format} {source.text_field}", data_files(source))
     settings = source.model_dump(exclude={"streaming"})  # how it is read, not what is read
-    local = sorted(path for path in Path(source.path).rglob("*") if path.is_file())
-    return _hash_of_files(json.dumps(settings, sort_keys=True), local)
+    if Path(source.path).exists():
+        del settings["path"]
+    local = sorted(str(path) for path in Path(source.path).rglob("*") if path.is_file())
+    return _hash_files(json.dumps(settings, sort_keys=True), local)
 
 
-def _hash_of_files(what: str, paths: list[Path]) -> str:
-    digest = hashlib.sha256(what.encode())
-    for path in paths:
-        content = hashlib.sha256()
+def _hash_files(settings: str, names: list[str]) -> str:
+    digest = hashlib.sha256(settings.encode())
+    for name in names:
         try:
-            with path.open("rb") as file:
-                while block := file.read(_READ_AT_ONCE):
-                    content.update(block)
+            digest.update(name.encode() if is_url(name) else _content_hash(Path(name)))
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}") from error
-        digest.update(content.digest())
+            raise DataError(f"cannot read {name}: {error.strerror}") from error
     return digest.hexdigest()
 
 
-# ----------------------------------------------------------------------------------- text files
-
-
-def _open_text_files(source: FilesSource) -> Documents:
-    paths, sizes = [], []
-    for path in local_files(source):
-        text = read_text(path)
-        if text.strip():
-            paths.append(path)
-            sizes.append(len(text.encode()))
-        else:
-            _LOGGER.warning("%s holds no text and is skipped", path)
-    if not paths:
-        raise DataError(f"data.source.files: no text in {', '.join(source.files)}; add some")
-    return Documents(source_hash(source), np.array(sizes), lambda i: read_text(paths[i]))
+def _content_hash(path: Path) -> bytes:
+    """Return the SHA-256 of a file; that of a large one is kept in the cache until it changes."""
+    stat = path.stat()
+    if stat.st_size < _ALWAYS_HASHED:
+        return bytes.fromhex(sha256_of_file(path))
+    # The time of change, unlike that of modification, cannot be set back by a program.
+    identity = [os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    kept = cache_folder() / "hashes" / name
+    try:
+        found = bytes.fromhex(kept.read_text(encoding="ascii"))
+        if len(found) == hashlib.sha256().digest_size:
+            return found
+    except (OSError, ValueError):
+        pass
+    content = sha256_of_file(path)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(kept, content)
+    return bytes.fromhex(content)
 
 
 # --------------------------------------------------------------------------------------- pydocs
 
 
-def _open_pydocs(source: PydocsSource) -> Documents:
-    root = _library_root()
-    texts = [*_topics(root / "pydoc_data" / "topics.py")]
-    texts += [text for path in _standard_library() if (text := _docstrings(path))]
-    # A docstring may spell out half a surrogate pair, which no UTF-8 text can hold.
-    texts = [text.encode("utf-8", "replace").decode() for text in texts]
-    sizes = np.array([len(text.encode()) for text in texts])
-    return Documents(source_hash(source), sizes, texts.__getitem__)
+class _Pydocs:
+    """English prose that ships with CPython, in one part."""
+
+    n_parts = 1
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        texts = [*_topics(_library_root() / "pydoc_data" / "topics.py")]
+        texts += [text for path in _standard_library() if (text := _docstrings(path))]
+        # A docstring may spell out half a surrogate pair, which no UTF-8 text can hold.
+        return [text.encode("utf-8", "replace").decode() for text in texts]
+
+    def read(self, part: int, place: Place = None) -> Pieces:
+        for number, text in enumerate(self._texts[place or 0 :], (place or 0) + 1):
+            yield Piece(text), number.__int__
 
 
 def _library_root() -> Path:
@@ -168,7 +194,7 @@ def _standard_library() -> list[Path]:
 
 def _topics(path: Path) -> Iterator[str]:
     """Yield the pages of the language manual: the literal dict ``topics`` of the file."""
-    tree = _parsed(path) if path.is_file() else None
+    tree = _parse(path) if path.is_file() else None
     for node in tree.body if tree else []:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             yield from (page for page in ast.literal_eval(node.value).values() if page.strip())
@@ -187,12 +213,12 @@ def _docstrings(path: Path) -> str:
             if isinstance(child, holding_statements):
                 visit(child)
 
-    if tree := _parsed(path):
+    if tree := _parse(path):
         visit(tree)
     return "\n\n".join(found)
 
 
-def _parsed(path: Path) -> ast.Module | None:
+def _parse(path: Path) -> ast.Module | None:
     try:
         return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # files that are wrong on purpose

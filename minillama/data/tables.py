@@ -1,6 +1,9 @@
-"""Documents that are rows of a table: json, csv and parquet files, and data sets of the hub.
+"""Documents that are rows of tables: json, csv and parquet files, and data sets of the hub.
 
-All go through ``datasets`` into Arrow files that are mapped into memory, and read row by row.
+``datasets`` streams them; nothing is converted or copied beforehand.
+
+    files, or row groups of large parquet files ──────────────────┐
+    data set of the hub ─▶ its files if streamed, else its rows ──┴─▶ tables ─▶ parts ─▶ rows
 """
 
 from __future__ import annotations
@@ -8,188 +11,344 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
-from tqdm import tqdm
+import fsspec.compression
+import huggingface_hub
+import huggingface_hub.constants
+import huggingface_hub.errors
 
 from minillama.config.run import FilesSource, HubSource
-from minillama.data.building import build_once
-from minillama.data.files import check_utf8
-from minillama.data.table_faults import (
-    explained,
-    hub_answers,
-    no_column,
-    not_text,
-    offline,
-    quiet,
-    text_of,
+from minillama.data.files import (
+    PART_BYTES,
+    check_url,
+    count_parts,
+    data_files,
+    is_compressed,
+    is_url,
+    open_zstd,
+    read_pieces,
 )
-from minillama.errors import DataError
+from minillama.data.split import Piece, Pieces, Place
+from minillama.errors import DataError, MinillamaError, SourceUnreachableError
 from minillama.files import cache_folder
 
+_FEW_FILES = 64  # so many parquet files or fewer of a data set are read by row group
+_PART_ROWS = 100_000  # of a data set that is not streamed
+# pandas would read texts such as "NA" and "null" as missing.
+_CSV_OPTIONS = {"encoding": "utf-8-sig", "keep_default_na": False, "na_values": [""]}
+_HUB_TIMEOUT = 10.0  # seconds until the hub counts as unreachable
+_HTTP_PACKAGES = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp")
+
 _LOGGER = logging.getLogger("minillama")
-_ROWS_AT_ONCE = 1000
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
-# pandas would read texts such as "NA" and "null" as nothing.
-CSV_OPTIONS = {"encoding": "utf-8-sig", "keep_default_na": False, "na_values": [""]}
 
-Rows = tuple[NDArray[np.int64], Callable[[int], str]]
-"""The size of each document in UTF-8 bytes, and the function that reads document i."""
+fsspec.compression.register_compression("zstd", open_zstd, "zst", force=True)
 
 
-def open_files(source: FilesSource, paths: list[Path], source_hash: str) -> Rows:
-    """Open the column ``text_field`` of json, csv or parquet files; nulls and blanks are skipped.
+class Table(NamedTuple):
+    """A table that has not been opened yet.
 
-    Raises:
-        DataError: a file cannot be read as its format, lacks the column, or holds no text in it.
+    Attributes:
+        where: its name in messages.
+        open: returns its ``datasets.IterableDataset``; can be pickled.
+        n_bytes: on the disk, about; if that is not known, those of a part.
+        diagnose: raises a better error, if it can, once reading has failed.
     """
-    chunks: list[Any] = []
-    for path in paths:
-        if not path.stat().st_size:
-            _LOGGER.warning("%s is empty and is skipped", path)
-            continue
-        if source.format != "parquet" and path.suffix not in _COMPRESSED:
-            check_utf8(path)  # the readers of datasets tell no offset, or take any bytes
-        with quiet(), explained(str(path)):
-            table = datasets.load_dataset(
-                source.format,
-                data_files=glob.escape(str(path)),
-                split="train",
-                # A folder for each content, since datasets knows a file by its name and time.
-                cache_dir=str(_folder_of("datasets", source_hash)),
-                **(CSV_OPTIONS if source.format == "csv" else {}),
+
+    where: str
+    open: Callable[[], Any]
+    n_bytes: int = PART_BYTES
+    diagnose: Callable[[], None] | None = None
+
+
+class Tables:
+    """Rows of tables as a stream of documents; each table belongs to one part.
+
+    Args:
+        field: the column that holds the text, or ``outer.inner`` where it is nested.
+        tables: in order.
+    """
+
+    def __init__(self, field: str, tables: list[Table]) -> None:
+        self._field = field
+        total = sum(table.n_bytes for table in tables)
+        n_parts = min(count_parts(total), len(tables))
+        parts: dict[int, list[Table]] = {}
+        first = 0
+        for table in tables:
+            middle = first + table.n_bytes // 2
+            parts.setdefault(middle * n_parts // total, []).append(table)
+            first += table.n_bytes
+        self._parts = list(parts.values())
+        self.n_parts = len(self._parts)
+
+    def read(self, part: int, place: Place = None) -> Pieces:
+        """Yield the rows of ``part``, from ``place`` on; a row without text is an empty document.
+
+        Raises:
+            DataError: a table cannot be read, lacks the column, or holds no strings in it.
+            SourceUnreachableError: the connection was lost, and could not be restored.
+        """
+        first, n_rows, state = place or (0, 0, None)
+        for number, table in enumerate(self._parts[part][first:], first):
+            lost = f"the connection to {table.where} was lost, and could not be restored"
+            with _quiet(), _explained(table.where, lost, table.diagnose):
+                opened = table.open()
+                if state is not None:
+                    opened.load_state_dict(state)
+                for row_number, row in enumerate(opened, n_rows + 1):
+                    text = _text_of(row, self._field, f"{table.where}, row {row_number}")
+                    yield Piece(text), partial(_place, number, row_number, opened)
+            n_rows, state = 0, None
+
+
+def _place(table: int, n_rows: int, opened: Any) -> Place:
+    return [table, n_rows, opened.state_dict()]
+
+
+# ---------------------------------------------------------------------------------------- columns
+
+
+def _text_of(row: Mapping[str, Any], field: str, where: str) -> str:
+    value: Any = row
+    names = [field] if field in row else field.split(".")
+    for name in names:
+        if value is None:
+            break
+        if not isinstance(value, Mapping) or name not in value:
+            raise DataError(
+                f"{where}: there is no column {field!r} (data.source.text_field); there are: "
+                f"{', '.join(_columns(row))}"
             )
-            chunks += _text_chunks(table, source.text_field, str(path))
-    return _rows(chunks, f"data.source.files: column {source.text_field!r}")
+        value = value[name]
+    if value is not None and not isinstance(value, str):
+        raise DataError(
+            f"{where}: column {field!r} (data.source.text_field) holds {type(value).__name__}, "
+            "not strings"
+        )
+    return value or ""
 
 
-def open_hub(source: HubSource, source_hash: str) -> Rows:
-    """Open the column ``text_field`` of a data set of the hub, or of one in a local folder.
+def _columns(row: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{inner}" for inner in _columns(value))
+        else:
+            yield name
 
-    Without a network a data set that ``datasets`` has in its own cache is used.
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def open_files(source: FilesSource) -> Tables:
+    """Open json, csv or parquet files; those at URLs are read from there.
 
     Raises:
-        DataError: there is no such data set, split or column, or it exists as a script only.
-        SourceUnreachableError: the hub cannot be reached.
+        DataError: a file is missing, or all are empty.
+        SourceUnreachableError: a URL cannot be reached.
     """
-    where = f"data set {source.path!r}"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(explained(where))
-        table = load_hub(source, source_hash, stack)
-        if source.streaming:
-            chunks = _stream_chunks(source, table, source_hash)
+    tables: list[Table] = []
+    for name in data_files(source):
+        opened = partial(_open_file, source.format, name)
+        if is_url(name):
+            tables.append(Table(name, opened, diagnose=partial(check_url, name)))
+        elif n_bytes := Path(name).stat().st_size:
+            is_text = source.format != "parquet" and not is_compressed(Path(name))
+            table = Table(name, opened, n_bytes, partial(_check_utf8, name) if is_text else None)
+            is_large = source.format == "parquet" and n_bytes > PART_BYTES
+            tables += _by_row_group(table) if is_large else [table]
         else:
-            if source.max_documents is not None:
-                table = table.select(range(min(source.max_documents, len(table))))
-            chunks = _text_chunks(table, source.text_field, where)
-    return _rows(chunks, f"{where}: column {source.text_field!r}")
+            _LOGGER.warning("%s is empty and is skipped", name)
+    if not tables:
+        raise DataError(f"data.source.files: no text in {', '.join(source.files)}; add some")
+    return Tables(source.text_field, tables)
 
 
-def load_hub(source: HubSource, source_hash: str, stack: contextlib.ExitStack) -> Any:
-    """Load a data set of the hub or of a local folder; until ``stack`` ends it may be offline."""
-    is_local = Path(source.path).exists()
-    if not is_local and not hub_answers(source):
-        stack.enter_context(offline())
+def _open_file(format: str, name: str) -> Any:
     return datasets.load_dataset(
-        source.path,
-        source.name,
-        split=source.split,
-        revision=source.revision,
-        streaming=source.streaming,
-        cache_dir=str(_folder_of("datasets", source_hash)) if is_local else None,
+        format,
+        data_files=name if is_url(name) else glob.escape(name),
+        split="train",
+        streaming=True,
+        **(_CSV_OPTIONS if format == "csv" else {}),
     )
 
 
-def _folder_of(sort: str, source_hash: str) -> Path:
-    return cache_folder() / sort / source_hash[:32]
+def _check_utf8(name: str) -> None:
+    for _ in read_pieces(Path(name)):
+        pass
 
 
-# ---------------------------------------------------------------------------------- from Arrow
+def _by_row_group(table: Table) -> list[Table]:
+    with _quiet(), _explained(table.where):
+        return _shards(table.where, _reshard(table.open()), table.n_bytes)
 
 
-def _text_chunks(table: datasets.Dataset, field: str, where: str) -> list[Any]:
-    if field not in table.column_names:
-        raise no_column(where, field, table.column_names)
-    kind = str(getattr(table.features[field], "dtype", table.features[field]))
-    if kind not in ("string", "large_string"):
-        raise not_text(where, field, kind)
-    column = table.data.column(field)
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{where}: column {field!r} is not UTF-8 ({error})") from error
-    return list(column.chunks)
+def _reshard(opened: Any) -> Any:
+    """Cut parquet files at their row groups, where this version of ``datasets`` can."""
+    return opened.reshard() if hasattr(opened, "reshard") else opened
 
 
-def _rows(chunks: list[Any], where: str) -> Rows:
-    """Leave out null and blank texts, and read the others out of the mapped ``chunks``."""
-    starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
-    sizes, kept = [], []
-    for start, chunk in zip(starts[:-1], chunks, strict=True):
-        inked = pc.fill_null(pc.greater(pc.binary_length(pc.utf8_trim_whitespace(chunk)), 0), False)
-        rows = np.flatnonzero(inked.to_numpy(zero_copy_only=False))
-        kept.append(rows + start)
-        sizes.append(pc.binary_length(chunk.take(pa.array(rows))).to_numpy().astype(np.int64))
-    rows = np.concatenate([np.empty(0, np.int64), *kept])
-    if not len(rows):
-        raise DataError(f"{where} holds no text in any of its {starts[-1]} rows")
-    if len(rows) < starts[-1]:
-        _LOGGER.warning(
-            "%s: %d of %d rows hold no text and are skipped",
-            where,
-            starts[-1] - len(rows),
-            starts[-1],
-        )
-
-    def read(index: int) -> str:
-        row = rows[index]
-        which = int(np.searchsorted(starts, row, "right")) - 1
-        return str(chunks[which][int(row - starts[which])].as_py())
-
-    return np.concatenate(sizes), read
+def _shards(where: str, opened: Any, n_bytes: int | None = None) -> list[Table]:
+    n = opened.num_shards
+    size = PART_BYTES if n_bytes is None else max(1, n_bytes // n)
+    names = [f"{where} (part {i + 1} of {n})" if n > 1 else where for i in range(n)]
+    return [Table(names[i], partial(opened.shard, n, i), size) for i in range(n)]
 
 
-def _stream_chunks(
-    source: HubSource, table: datasets.IterableDataset, source_hash: str
-) -> list[Any]:
-    """Write the texts of a stream into an Arrow file in the cache, and map it."""
-    if source.max_documents is not None:
-        table = table.take(source.max_documents)
-
-    def build(folder: Path) -> None:
-        schema = pa.schema([("text", pa.large_string())])
-        with (
-            pa.OSFile(str(folder / "text.arrow"), "wb") as file,
-            pa.ipc.new_stream(file, schema) as writer,
-        ):
-            for texts in _batched(_texts(source, table)):
-                writer.write_batch(pa.record_batch([pa.array(texts, pa.large_string())], schema))
-
-    folder = _folder_of("streams", source_hash)
-    build_once(folder, Path.is_dir, build)
-    mapped = pa.memory_map(str(folder / "text.arrow"))
-    return list(pa.ipc.open_stream(mapped).read_all().column("text").chunks)
+# -------------------------------------------------------------------------------------------- hub
 
 
-def _texts(source: HubSource, table: Iterable[dict[str, Any]]) -> Iterator[str | None]:
+def open_hub(source: HubSource, cache_name: str) -> Tables:
+    """Open a data set of the hub, or one in a local folder.
+
+    Without a network a data set that ``datasets`` has in its own cache is used.
+
+    Args:
+        source: which one.
+        cache_name: names the content of a local folder.
+
+    Raises:
+        DataError: there is no such data set or split, or it exists as a script only.
+        SourceUnreachableError: the hub cannot be reached.
+    """
     where = f"data set {source.path!r}"
-    with explained(where):
-        for row in tqdm(table, desc="reading", unit=" documents", delay=2):
-            yield text_of(row, source.text_field, where)
+    is_local = Path(source.path).exists()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_explained(where))
+        if not is_local and not _hub_answers(source):
+            stack.enter_context(_offline())
+        table = datasets.load_dataset(
+            source.path,
+            source.name,
+            split=source.split,
+            revision=source.revision,
+            streaming=source.streaming,
+            cache_dir=str(cache_folder() / "datasets" / cache_name) if is_local else None,
+        )
+        most = source.max_documents
+        if most is not None:
+            table = table.take(most)
+        if not source.streaming:
+            table = table.to_iterable_dataset(num_shards=max(1, len(table) // _PART_ROWS))
+        elif most is not None:  # the first rows: shards would each have as many
+            return Tables(source.text_field, [Table(where, partial(table.shard, 1, 0))])
+        elif table.num_shards <= _FEW_FILES:
+            table = _reshard(table)
+        return Tables(source.text_field, _shards(where, table))
 
 
-def _batched(texts: Iterable[str | None]) -> Iterator[list[str | None]]:
-    batch: list[str | None] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == _ROWS_AT_ONCE:
-            yield batch
-            batch = []
-    yield batch
+def _hub_answers(source: HubSource) -> bool:
+    """Return whether the hub can be reached, within seconds.
+
+    Raises:
+        DataError: it answers that there is no such data set or revision, or that it is private.
+    """
+    try:
+        huggingface_hub.HfApi().dataset_info(
+            source.path, revision=source.revision, timeout=_HUB_TIMEOUT
+        )
+    except huggingface_hub.errors.RevisionNotFoundError:
+        raise DataError(f"data set {source.path!r} has no revision {source.revision!r}") from None
+    except huggingface_hub.errors.RepositoryNotFoundError:
+        raise DataError(
+            f"the hub has no data set {source.path!r}, or it is private; check data.source.path"
+        ) from None
+    except huggingface_hub.errors.HFValidationError as error:
+        raise DataError(f"data.source.path = {source.path!r}: {error}") from None
+    except huggingface_hub.errors.HfHubHTTPError:
+        return True  # whatever its answer means, load_dataset will say
+    except Exception:
+        return False  # without a network each version of the client raises errors of its own
+    return True
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+@contextlib.contextmanager
+def _explained(
+    where: str, unreachable: str | None = None, diagnose: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Turn what ``datasets`` raises into an error of one line.
+
+    Args:
+        where: what is read.
+        unreachable: the message where the network fails; default: that of the hub.
+        diagnose: raises a better error, if it can: ``datasets`` does not say which byte is not
+            UTF-8, and calls a server that does not answer a missing file.
+
+    Raises:
+        DataError: ``where`` cannot be read.
+        SourceUnreachableError: the network failed.
+    """
+    try:
+        yield
+    except MinillamaError:
+        raise
+    except Exception as error:
+        causes = list(_chain(error))
+        if any(_is_of_network(cause) for cause in causes):
+            raise SourceUnreachableError(
+                unreachable
+                or f"cannot reach {where} on the Hugging Face hub, and it is not in the local "
+                "cache; connect to the network, or use data.source.kind=pydocs, which needs none, "
+                "or kind=files"
+            ) from error
+        if "scripts are no longer supported" in str(error):
+            raise DataError(
+                f"{where} exists only as a script, which datasets does not run; use one that "
+                "holds data files"
+            ) from error
+        if diagnose is not None:
+            diagnose()
+        if any(isinstance(cause, UnicodeDecodeError) for cause in causes):
+            raise DataError(f"{where} is not UTF-8; save it as UTF-8") from error
+        reason = " ".join(str(causes[-1]).split()) or "it is empty"
+        raise DataError(f"cannot read {where}: {reason[:300]}") from error
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _is_of_network(error: BaseException) -> bool:
+    return (
+        isinstance(error, (ConnectionError, TimeoutError, huggingface_hub.errors.HfHubHTTPError))
+        or type(error).__module__.partition(".")[0] in _HTTP_PACKAGES
+    )
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Restrict ``datasets`` to its own cache."""
+    holders: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+    before = [holder.HF_HUB_OFFLINE for holder in holders]
+    for holder in holders:
+        holder.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for holder, value in zip(holders, before, strict=True):
+            holder.HF_HUB_OFFLINE = value
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep ``datasets`` from printing progress bars and errors, which become ours."""
+    bars = datasets.are_progress_bars_disabled()
+    verbosity = datasets.utils.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.utils.logging.set_verbosity(verbosity)
+        if not bars:
+            datasets.enable_progress_bars()

@@ -22,7 +22,7 @@ from typing import Protocol
 import sentencepiece
 
 from minillama.config.run import BYTE_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE, TokenizerConfig
-from minillama.data.foreign import JsonTokenizer, NoTokenizer
+from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
 from minillama.errors import TokenizerError
 
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2

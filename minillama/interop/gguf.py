@@ -20,7 +20,7 @@ from minillama import __version__
 from minillama.config import RunConfig
 from minillama.config.loading import check
 from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
-from minillama.data.foreign import NoTokenizer
+from minillama.data.imported_tokenizers import NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError, FieldError, TokenizerError
 from minillama.files import atomic_file, explain_write_errors

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from minillama.data.foreign import JsonTokenizer, NoTokenizer
+from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError, TokenizerError
 from minillama.files import explain_write_errors, new_folder

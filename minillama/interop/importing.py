@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minillama.config import ModelConfig, RunConfig
-from minillama.data.foreign import JsonTokenizer, NoTokenizer
+from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from minillama.errors import CheckpointError, ConfigError
 from minillama.files import explain_write_errors

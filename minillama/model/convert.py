@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from minillama.config import ModelConfig
-from minillama.config.norms import NormConfig
+from minillama.config.norms import PLACEMENTS, NormConfig, Placement, Slots
 from minillama.errors import ConfigError, FieldError
 from minillama.model.transformer import Transformer
 
-_READ_ONLY_PLACEMENTS = ("pre", "scaled")
-"""Placements whose norms only read the stream: what they put out is not written back to it."""
+
+def _only_reads(placement: Placement, n_layers: int) -> bool:
+    """Return whether its norms only read the stream, and none of their output is written to it."""
+    all_slots = [placement.slots(layer + 1, n_layers) for layer in range(n_layers)]
+    return all(slots == Slots(input=True, s=slots.s) for slots in all_slots)
 
 
 @torch.no_grad()
@@ -29,9 +32,9 @@ def layernorm_to_rmsnorm(model: Transformer) -> Transformer:
         ConfigError: the model has another norm or placement; every reason is given.
     """
     weights = model.state_dict()
-    faults = _faults(model.config)
-    if faults:
-        raise ConfigError.of("no equivalent RMSNorm model", faults)
+    errors = _misfits(model.config)
+    if errors:
+        raise ConfigError.of("no equivalent RMSNorm model", errors)
     config = model.config.model_copy(
         update={
             "tie_embeddings": False,
@@ -58,14 +61,15 @@ def layernorm_to_rmsnorm(model: Transformer) -> Transformer:
     return twin
 
 
-def _faults(config: ModelConfig) -> list[FieldError]:
+def _misfits(config: ModelConfig) -> list[FieldError]:
     norm = config.norm
-    faults = []
+    errors = []
     if norm.kind != "layernorm":
-        faults.append(FieldError("model.norm.kind", norm.kind, "is not layernorm"))
-    if norm.placement not in _READ_ONLY_PLACEMENTS:
-        rule = f"must be one of {', '.join(_READ_ONLY_PLACEMENTS)}; its norms write to the stream"
-        faults.append(FieldError("model.norm.placement", norm.placement, rule))
+        errors.append(FieldError("model.norm.kind", norm.kind, "is not layernorm"))
+    if not _only_reads(PLACEMENTS.get(norm.placement), config.n_layers):
+        fit = [name for name in PLACEMENTS if _only_reads(PLACEMENTS.get(name), config.n_layers)]
+        rule = f"must be one of {', '.join(fit)}; its norms write to the stream"
+        errors.append(FieldError("model.norm.placement", norm.placement, rule))
     if norm.embed_norm:
-        faults.append(FieldError("model.norm.embed_norm", True, "it writes to the stream"))
-    return faults
+        errors.append(FieldError("model.norm.embed_norm", True, "it writes to the stream"))
+    return errors

@@ -19,7 +19,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -28,11 +27,43 @@ from pydantic import BaseModel, create_model
 from torch import Tensor, nn
 
 from minillama.config.loading import Section
-from minillama.config.norms import NORM_KINDS, NormConfig
+from minillama.config.norms import NORM_KINDS, NormConfig, NormKind
 from minillama.model.kernels import rms_norm, rms_norm_reference
 from minillama.registry import Registry
 
+BuildT = TypeVar("BuildT", bound=Callable[..., nn.Module])
 
+NORM_BUILDERS: Registry[Callable[..., nn.Module]] = Registry(NORM_KINDS.what)
+"""The class, or function, that builds each kind of :data:`minillama.config.norms.NORM_KINDS`."""
+
+
+def _builds(kind: str) -> Callable[[BuildT], BuildT]:
+    def register(build: BuildT) -> BuildT:
+        NORM_BUILDERS.register(kind, build)
+        return build
+
+    return register
+
+
+def _checked_dim(dim: int) -> int:
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim <= 0:
+        raise ValueError(f"dim = {dim!r}: must be a positive whole number")
+    return dim
+
+
+def _checked_eps(eps: float) -> float:
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps = {eps!r}: must be a finite number of at least 0")
+    return float(eps)
+
+
+def _checked_start(name: str, value: float) -> Tensor:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} = {value!r}: must be a finite number above 0")
+    return torch.tensor(float(value))
+
+
+@_builds("rmsnorm")
 class RMSNorm(nn.Module):
     """Root mean square norm: y = x / √(mean(x²) + ε) · γ.
 
@@ -51,6 +82,9 @@ class RMSNorm(nn.Module):
             least one (pRMSNorm, section 4 of the paper).
         bias: add a learned shift β, of shape (dim,), zeros at start, as the paper's own code can;
             not without ``affine``.
+
+    Raises:
+        ValueError: ``dim``, ``eps`` or ``partial`` is out of range.
     """
 
     weight: nn.Parameter | None
@@ -67,7 +101,9 @@ class RMSNorm(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.dim, self.eps, self.unit_offset = dim, eps, unit_offset
+        self.dim, self.eps, self.unit_offset = _checked_dim(dim), _checked_eps(eps), unit_offset
+        if not 0 < partial <= 1:
+            raise ValueError(f"partial = {partial!r}: must be above 0 and at most 1")
         # Rounded first, since 100 × 0.29 is a little under 29 in floating point.
         self.n_measured = max(1, math.floor(round(dim * partial, 6)))
         start = torch.zeros if unit_offset else torch.ones
@@ -98,6 +134,7 @@ class RMSNorm(nn.Module):
         return ", ".join(parts)
 
 
+@_builds("layernorm")
 class LayerNorm(nn.Module):
     """Layer norm: y = (x − mean(x)) / √(var(x) + ε) · γ + β.
 
@@ -118,7 +155,7 @@ class LayerNorm(nn.Module):
         self, dim: int, eps: float = 1e-6, *, affine: bool = True, bias: bool = True
     ) -> None:
         super().__init__()
-        self.dim, self.eps = dim, eps
+        self.dim, self.eps = _checked_dim(dim), _checked_eps(eps)
         self.register_parameter("weight", nn.Parameter(torch.ones(dim)) if affine else None)
         has_bias = affine and bias
         self.register_parameter("bias", nn.Parameter(torch.zeros(dim)) if has_bias else None)
@@ -136,6 +173,7 @@ class LayerNorm(nn.Module):
         return f"{self.dim}, eps={self.eps:g}, {learned}"
 
 
+@_builds("scalenorm")
 class ScaleNorm(nn.Module):
     """Scaled l2 norm: y = g · x / ‖x‖, one learned number g, √dim at start.
 
@@ -145,7 +183,7 @@ class ScaleNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.dim, self.eps = dim, eps
+        self.dim, self.eps = _checked_dim(dim), _checked_eps(eps)
         self.g = nn.Parameter(torch.tensor(float(dim)).sqrt())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,6 +192,7 @@ class ScaleNorm(nn.Module):
         return (self.g * F.normalize(wide, dim=-1, eps=self.eps)).to(x.dtype)
 
 
+@_builds("l2norm")
 class L2Norm(nn.Module):
     """Unit length: y = x / ‖x‖; nothing is learned.
 
@@ -163,13 +202,14 @@ class L2Norm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.dim, self.eps = dim, eps
+        self.dim, self.eps = _checked_dim(dim), _checked_eps(eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` of shape (..., dim)."""
         return F.normalize(x.to(_wide(x)), dim=-1, eps=self.eps).to(x.dtype)
 
 
+@_builds("dyt")
 class DyT(nn.Module):
     """Dynamic tanh: y = γ · tanh(α·x) + β, with no statistics of x.
 
@@ -200,8 +240,8 @@ class DyT(nn.Module):
     ) -> None:
         super().__init__()
         start = alpha_attention if site == "attention" and alpha_attention is not None else alpha
-        self.alpha = nn.Parameter(torch.tensor(float(start)))
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.alpha = nn.Parameter(_checked_start("alpha", start))
+        self.weight = nn.Parameter(torch.ones(_checked_dim(dim)))
         self.register_parameter("bias", nn.Parameter(torch.zeros(dim)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,6 +250,7 @@ class DyT(nn.Module):
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
+@_builds("derf")
 class Derf(nn.Module):
     """Dynamic erf: y = γ · erf(α·x + s) + β, with no statistics of x.
 
@@ -226,9 +267,9 @@ class Derf(nn.Module):
 
     def __init__(self, dim: int, *, alpha: float = 0.5, bias: bool = True) -> None:
         super().__init__()
-        self.alpha = nn.Parameter(torch.tensor(float(alpha)))
+        self.alpha = nn.Parameter(_checked_start("alpha", alpha))
         self.shift = nn.Parameter(torch.tensor(0.0))
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.ones(_checked_dim(dim)))
         self.register_parameter("bias", nn.Parameter(torch.zeros(dim)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -237,6 +278,7 @@ class Derf(nn.Module):
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
+@_builds("none")
 class NoNorm(nn.Identity):
     """No norm: y = x."""
 
@@ -251,48 +293,9 @@ def _wide(x: Tensor) -> torch.dtype:
 # -------------------------------------------------------------------------------------- registry
 
 
-@dataclass(frozen=True)
-class NormSpec:
-    """A kind of norm: how to build it, and what `minillama norms` says of it.
-
-    ``build(dim, **options)`` returns a module, and is told ``eps`` and ``site`` too where ``takes``
-    has them; ``formula`` and ``source`` are one line each.
-    """
-
-    build: Callable[..., nn.Module]
-    formula: str
-    source: str
-    takes: frozenset[str] = frozenset({"eps"})
-
-
-NORMS: Registry[NormSpec] = Registry("norm kind")
-
-
-def is_ours(kind: str) -> bool:
-    """Tell whether the norm ``kind`` is one of this module, and not a user's own."""
-    return NORMS.get(kind).build.__module__ == __name__
-
-
-NORMS.register(
-    "rmsnorm", NormSpec(RMSNorm, "x / √(mean(x²) + ε) · γ", "Zhang & Sennrich 2019, 1910.07467")
-)
-NORMS.register(
-    "layernorm",
-    NormSpec(LayerNorm, "(x − mean(x)) / √(var(x) + ε) · γ + β", "Ba et al. 2016, 1607.06450"),
-)
-NORMS.register("scalenorm", NormSpec(ScaleNorm, "g · x / ‖x‖", "Nguyen & Salazar 2019, 1910.05895"))
-NORMS.register("l2norm", NormSpec(L2Norm, "x / ‖x‖", "Loshchilov et al. 2024, 2410.01131"))
-NORMS.register(
-    "dyt",
-    NormSpec(DyT, "γ · tanh(α·x) + β", "Zhu et al. 2025, 2503.10622", takes=frozenset({"site"})),
-)
-NORMS.register(
-    "derf",
-    NormSpec(Derf, "γ · erf(α·x + s) + β", "Chen et al. 2025, 2512.10938", takes=frozenset()),
-)
-NORMS.register("none", NormSpec(NoNorm, "x", "no norm at all"))
-
-BuildT = TypeVar("BuildT", bound=Callable[..., nn.Module])
+def is_builtin(kind: str) -> bool:
+    """Return whether the norm ``kind`` is one of this module, and not a user's own."""
+    return NORM_BUILDERS.get(kind).__module__ == __name__
 
 
 def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable[[BuildT], BuildT]:
@@ -318,10 +321,9 @@ def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable
             if p.name not in ("eps", "site") and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         }
         model: type[BaseModel] = create_model(f"{name} options", __base__=Section, **options)
-        takes = frozenset({"eps", "site"} & {p.name for p in parameters})
-        spec = NormSpec(build, formula or (build.__doc__ or "").split("\n")[0], source, takes)
-        NORMS.register(name, spec)
-        NORM_KINDS.register(name, model)
+        row = NormKind(formula or (build.__doc__ or "").split("\n")[0], source, model)
+        NORM_BUILDERS.register(name, build)
+        NORM_KINDS.register(name, row)
         return build
 
     return register
@@ -333,8 +335,8 @@ def build_norm(config: NormConfig, dim: int, site: str = "") -> nn.Module:
     Raises:
         UnknownNameError: no such kind is registered.
     """
-    spec = NORMS.get(config.kind)
-    told = {
-        name: value for name, value in (("eps", config.eps), ("site", site)) if name in spec.takes
-    }
-    return spec.build(dim, **told, **config.options)
+    build = NORM_BUILDERS.get(config.kind)
+    parameters = inspect.signature(build).parameters
+    given = {"eps": config.eps, "site": site}
+    wanted = {name: value for name, value in given.items() if name in parameters}
+    return build(dim, **wanted, **config.options)

@@ -1,9 +1,9 @@
-"""The arithmetic of a run, and how long it takes a GPU, or this CPU.
+"""The FLOPs of a run, and how long they take on a GPU or this CPU.
 
 A forward pass multiplies and adds once per token for each parameter of a matrix it goes through,
 and once for each of queries · keys and weights · values:
 
-    forward = 2·M + 4·L·H·K·T  FLOPs a token,   backward = 2 · forward
+    forward = 2·M + 4·L·H·K·T  FLOPs per token,   backward = 2 · forward
 
 with M the parameters of all matrices, the head's among them (tied or not), the embedding's not,
 since it is looked up; L layers, H query heads of K features, T tokens in a window.  Attention is
@@ -24,7 +24,7 @@ from minillama.errors import ConfigError
 from minillama.plan.parameters import block_matrices
 from minillama.registry import unknown_name
 
-FORMULA = "forward 2·M + 4·L·H·K·T a token, backward twice that (PaLM, arXiv 2204.02311, app. B)"
+FORMULA = "forward 2·M + 4·L·H·K·T per token, backward twice that (PaLM, arXiv 2204.02311, app. B)"
 
 DEFAULT_MFU = 0.4
 """Share of the peak that training reaches: 0.46 in PaLM, 0.38 to 0.43 in Llama 3 (2407.21783)."""
@@ -32,7 +32,7 @@ DEFAULT_MFU = 0.4
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan needs to know of a device; FLOPs per second, dense, accumulated in float32."""
+    """Speed and memory of a device; FLOPs per second, dense, accumulated in float32."""
 
     name: str
     bfloat16: float
@@ -64,7 +64,7 @@ GPUS = {
         _gpu("mi300x", 1307.4, 163.4, 192, "AMD MI300X data sheet"),
     )
 }
-"""Peaks without TF32 for float32, which a run leaves off; memory in GB as sold."""
+"""float32 peaks are without TF32, which a run does not use; memory in GB as sold."""
 
 
 def gpu_named(name: str) -> Device:
@@ -79,7 +79,7 @@ def gpu_named(name: str) -> Device:
 
 
 def measure_cpu(dtype: str, memory: int, seconds: float = 0.3) -> Device:
-    """Time products of large matrices on this CPU, with torch's present number of threads."""
+    """Time products of large matrices on this CPU, with torch's current number of threads."""
     kind: torch.dtype = getattr(torch, dtype)
     size = 1024
     a, b = torch.ones(size, size, dtype=kind), torch.ones(size, size, dtype=kind)
@@ -95,13 +95,13 @@ def measure_cpu(dtype: str, memory: int, seconds: float = 0.3) -> Device:
 
 @dataclass(frozen=True)
 class Compute:
-    """FLOPs of a token and tokens of the run; validation is left out."""
+    """FLOPs per token and tokens of the run; validation is not counted."""
 
     forward: int
     backward: int
     tokens: int
     recomputed: int = 0
-    """Of a token's blocks run anew in the backward pass (train.recompute)."""
+    """Of the blocks that the backward pass runs again (train.recompute)."""
 
     @property
     def total(self) -> int:
@@ -109,12 +109,12 @@ class Compute:
         return (self.forward + self.backward + self.recomputed) * self.tokens
 
     def seconds(self, device: Device, n_devices: int, dtype: str, mfu: float) -> float:
-        """Return how long training takes where ``mfu`` of the devices' peak is reached."""
+        """Return how long training takes at ``mfu`` of the devices' peak."""
         return self.total / (device.peak(dtype) * n_devices * mfu)
 
 
 def count_flops(config: RunConfig) -> Compute:
-    """Count the FLOPs of training ``config`` (resolved)."""
+    """Count the FLOPs of training ``config``."""
     model, seq_len = config.model, config.data.seq_len
     attention = 4 * model.n_heads * model.head_dim * seq_len
     blocks = model.n_layers * (2 * sum(block_matrices(model)) + attention)

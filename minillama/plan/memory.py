@@ -1,36 +1,41 @@
-"""The memory that a training run takes, part by part, by arithmetic.
+"""The memory that a training run takes, part by part.
 
-    weights     4 bytes a parameter: float32, also under bfloat16 autocast
-    gradients   4 bytes a parameter
-    optimizer   8 bytes a parameter: AdamW's two means (optim.py)
-    copies      of weights that backward reads again: what autocast casts, 2 bytes a parameter, and
-                what is put side by side for one product (model/projection.py)
-    activations what the forward pass keeps for the backward pass, :func:`activations_per_token`
+    weights     4 bytes per parameter: float32, also under bfloat16 autocast
+    gradients   4 bytes per parameter
+    optimizer   8 bytes per parameter: AdamW's two means (optim.py)
+    copies      of weights that the backward pass reads again: cast by autocast, or packed so that
+                one product does for several matrices
+    activations what the forward pass keeps for the backward pass
     loss        what the loss takes at its peak, :func:`loss_bytes`
-    gathered    FSDP alone: the layers that are whole at a time
-    other       the batch, the table of rotations, weights a probe remembers, Python's own objects
+    gathered    FSDP only: the layers that are whole at a time
+    other       the batch, the table of rotations, weights that a probe remembers, Python objects
 
-Backward makes gradients as it lets activations go, so the peak in use is less than the sum:
-:attr:`Memory.peak`; what a CPU's process then holds is more: :attr:`Memory.peak_on_cpu`.  Sizes are
-of one rank.  Not in it: the token files, whose pages the system takes back when it needs them, and
-what the process takes before it trains (:data:`PROCESS`).
+Copies and activations are measured: one small real block of each kind in the model runs forward,
+and what autograd saves there is added up and scaled to the widths, tokens and layers of the run.
 
-:func:`activations_per_token`, :func:`copies_bytes` and :func:`loss_bytes` say what the code of
-model/ keeps, tensor by tensor; a test compares them with what autograd saves.  They change where it
-does.
+The backward pass makes gradients as it frees activations, so the peak in use is less than the sum:
+:attr:`Memory.peak`; a process on a CPU holds more than that: :attr:`Memory.peak_on_cpu`.  Sizes are
+of one rank.  Not included: the token files, whose pages the system takes back when it needs them,
+and what the process takes before it trains (:data:`PROCESS`).
 """
 
 from __future__ import annotations
 
-import os
+import functools
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillama.config import ModelConfig, RunConfig
 from minillama.config.run import TrainConfig
 from minillama.model.kernels.cross_entropy import CHUNK_NUMBERS, CHUNK_ROWS
-from minillama.model.kernels.mlp import is_one_kernel
-from minillama.plan.parameters import Layout, block_matrices, count_parameters
+from minillama.model.rope import RotaryEmbedding
+from minillama.model.transformer import Block, Transformer
+from minillama.plan.parameters import block_matrices, count_parameters, layer_kinds
 
 Parallel = Literal["none", "ddp", "fsdp"]
 
@@ -38,30 +43,28 @@ PROCESS = 330_000_000
 """Bytes of a process that has imported torch and minillama and done nothing yet (Linux, CPU)."""
 
 BUFFERS = 35_000_000
-"""Bytes that BLAS, the tokenizer and the first use of many a module take (measured)."""
+"""Bytes that BLAS, the tokenizer and the first use of many modules take (measured)."""
 
-GAPS, GAPS_OF_ACCUMULATION = 0.25, 0.75
-GAPS_OF_OTHER_CODE, GAPS_OF_ITS_ACCUMULATION = 0.55, 0.25
-GAPS_OF_RECOMPUTING = 3.0
-GAPS_OF_GRADIENTS = 0.2
-"""Shares of the activations, and of the gradients, that gaps of the heap take beside them:
-with the C kernels, and more where gradients add up; the same without the kernels; with
-train.recompute, what its backward pass needs for a moment included (measured)."""
+IMPORTS_OF_RECOMPUTING = 75_000_000
+"""Bytes of the modules that torch.utils.checkpoint imports at its first use (measured)."""
+
+GAPS, GAPS_OF_ACCUMULATION = 0.3, 0.85
+"""Gaps of the heap as a share of what a pass takes, and the same where gradients stay among the
+activations from pass to pass (measured with glibc 2.36)."""
 
 BLOCK_OBJECTS = 60_000
-"""Bytes of Python objects of a block, which count where blocks are many and small (measured)."""
+"""Bytes of Python objects per block, which count where blocks are many and small (measured)."""
 
 FLOAT32, BFLOAT16, INT64 = 4, 2, 8
 
-NORM_KEEPS = {"rmsnorm": 0, "layernorm": 0, "l2norm": 0, "scalenorm": 1, "dyt": 1, "derf": 2}
-"""What a kind keeps besides its input, in tensors as large as that."""
-
-_UNKNOWN_NORM_KEEPS = 2
+_LARGEST_BLOCK = 1 << 23
+"""Parameters of the largest block that is measured as it is.  Those that are scaled down keep more
+than a quarter of this, beyond the sizes at which the small kernels of model/kernels/ end."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by part; see the module's list."""
+    """Bytes of one rank by part; see the module's docstring."""
 
     weights: int
     gradients: int
@@ -72,59 +75,60 @@ class Memory:
     gathered: int
     other: int
     embedding_gradients: int
-    """Two more gradients of a tied embedding, for a moment."""
-    gaps: float
-    """Share of the activations that the heap of a CPU's process loses besides."""
+    """Two more gradients of a tied embedding, which exist briefly."""
     accumulates: bool
-    """Gradients of before are there while a pass runs: micro-batches', or DDP's."""
+    """Earlier gradients exist while a pass runs: those of micro-batches, or DDP's."""
+    recompute: bool
 
     @property
     def state(self) -> int:
-        """What is there all the time."""
+        """What exists all the time."""
         return self.weights + self.optimizer + self.other
+
+    @property
+    def one_pass(self) -> int:
+        """What forward and backward take beside state and gradients."""
+        return self.activations + self.loss + self.copies
 
     @property
     def peak(self) -> int:
         """The most that is in use at once, in one pass forward and backward."""
-        passing = self.activations + self.loss + self.copies
-        # At the end of backward a tied embedding's gradient is a sum of two.
+        # At the end of the backward pass a tied embedding's gradient is a sum of two.
         gradients = self.gradients + self.embedding_gradients
-        both = passing + self.gradients if self.accumulates else passing
+        both = self.one_pass + self.gradients if self.accumulates else self.one_pass
         return self.state + self.gathered + max(both, gradients)
 
     @property
     def peak_on_cpu(self) -> int:
         """The most that the process holds on a CPU, beyond :data:`PROCESS`.
 
-        Tensors of less than 32 MiB come from the heap of the C library, which gives nothing back
-        and fills its gaps as well as it can: best where the same sizes come in the same order,
-        worse where gradients stay among them, worst where blocks are run anew.  The shares were
-        measured (glibc 2.36) and are not exact: the order of calls decides.
+        Tensors of less than 32 MiB come from the heap of the C library, which returns nothing to
+        the system, and whose gaps later tensors do not fill exactly.  With recomputation they are
+        returned when they are freed (training/device.py).
         """
-        held_back = self.gaps * self.activations + GAPS_OF_GRADIENTS * self.gradients
-        return self.peak + round(held_back) + BUFFERS
+        if self.recompute:
+            return self.peak + BUFFERS + IMPORTS_OF_RECOMPUTING
+        gaps = GAPS_OF_ACCUMULATION if self.accumulates else GAPS
+        return self.peak + round(gaps * self.one_pass) + BUFFERS
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How the model runs: which of its code's ways it goes."""
+    """How the model runs, as far as it decides what is kept for the backward pass."""
 
     autocast: bool = False
     """Matrix products are in bfloat16; the residual stream stays float32."""
-    kernels: bool = False
-    """By the C kernels, which are for float32 on a CPU."""
+    on_cpu: bool = True
+    """With the C kernels, where they are compiled and not switched off."""
     compiled: bool = False
-    """By torch.compile, for which the loss is written with all logits at once."""
+    """By torch.compile, for which the loss is computed with all logits at once."""
     recompute: bool = False
-    """Blocks keep their input alone; one at a time is run anew in the backward pass."""
+    """Blocks keep only their input; each is run again in the backward pass."""
 
     @classmethod
     def of(cls, train: TrainConfig, *, on_cpu: bool) -> Execution:
         """Return how a run goes on a CPU, or on another device."""
-        autocast = train.dtype != "float32"
-        forbidden = os.environ.get("MINILLAMA_KERNELS") == "0"
-        kernels = on_cpu and not (autocast or train.compile or forbidden)
-        return cls(autocast, kernels, train.compile, train.recompute)
+        return cls(train.dtype != "float32", on_cpu, train.compile, train.recompute)
 
     @property
     def product(self) -> int:
@@ -132,67 +136,120 @@ class Execution:
         return BFLOAT16 if self.autocast else FLOAT32
 
 
-def activations_per_token(config: ModelConfig, how: Execution) -> dict[str, int]:
-    """Return the bytes a token that forward keeps for backward, by what keeps them.
+# ------------------------------------------------------------------------------------ activations
 
-    Args:
-        config: resolved.
-        how: it runs.
+
+class Kept(NamedTuple):
+    """Bytes that forward keeps for backward: per token, and of copies of weights in any case."""
+
+    per_token: float
+    copies: float
+
+
+def measure_kept(config: ModelConfig, how: Execution) -> Kept:
+    """Measure what the forward pass of a model keeps for the backward pass, the loss aside.
+
+    Widths are scaled down where a block is large: what is kept is linear in them, and copies of
+    weights are quadratic.
     """
-    layout, dim, product = Layout.of(config), config.dim, how.product
-    n_layers, size = config.n_layers, config.head_dim
-    q_dim, kv_dim = config.n_heads * size, config.n_kv_heads * size
-    keeps = NORM_KEEPS.get(config.norm.kind, _UNKNOWN_NORM_KEEPS)
-    if config.norm.kind == "rmsnorm" and config.norm.options["partial"] < 1:
-        keeps += 1  # the kernel takes no part of a row
-    norms = 0
-    for site, count in layout.norms.items():
-        if site.rms or config.norm.kind != "none":
-            own = product if site.of_product else FLOAT32
-            own += 0 if site.rms else keeps * FLOAT32
-            norms += count * site.heads * (site.width * own + FLOAT32)
-    together = q_dim + 2 * kv_dim  # queries, keys and values come from one product
-    if how.kernels:  # which turn, share and weigh them on the way, and lay heads side by side
-        heads, attended = together, q_dim
-        mlp = (2 if is_one_kernel(dim, config.ffn_dim) else 3) * config.ffn_dim
-    else:
-        repeated = config.n_heads > config.n_kv_heads  # keys and values, for each query
-        heads = 3 * q_dim if repeated else 2 * q_dim + together
-        attended, mlp = 2 * q_dim, 4 * config.ffn_dim
-    kept = {
-        "norms": norms,
-        "inputs of projections": n_layers * 2 * dim * product,
-        "queries, keys, values": n_layers * heads * product,
-        "attention": n_layers * (attended * product + config.n_heads * FLOAT32),
-        "mlp": n_layers * mlp * product,
-        "gates": layout.gates * 2 * dim * product,
-    }
+    divisor = 1
+    while sum(block_matrices(_divided(config, divisor))) > _LARGEST_BLOCK:
+        divisor *= 2
+    small = _divided(config, divisor).model_dump_json()
+    measured = [(_measure(small, k, how), times) for k, times in layer_kinds(config)]
+    ends = _measure(small, None, how)
     if how.recompute:
-        kept = {name: -(-size // n_layers) for name, size in kept.items()}
-        kept["inputs of blocks"] = n_layers * dim * FLOAT32
-    return kept | {"head": dim * (product + FLOAT32 * (config.embed_scale == "learned"))}
+        # The inputs of all blocks, and one block, the largest, at a time.
+        block, _ = max(measured)
+        per_token = divisor * block.per_token + config.n_layers * config.dim * FLOAT32
+        copies = block.copies
+    else:
+        per_token = divisor * sum(times * block.per_token for block, times in measured)
+        copies = sum(times * block.copies for block, times in measured)
+    return Kept(per_token + divisor * ends.per_token, divisor**2 * copies)
 
 
-def copies_bytes(config: ModelConfig, how: Execution) -> int:
-    """Return the bytes of copies of weights that the backward pass reads."""
-    matrices, n_blocks = sum(block_matrices(config)), 1 if how.recompute else config.n_layers
-    if how.autocast:
-        return BFLOAT16 * (n_blocks * matrices + config.known_vocab_size * config.dim)
-    # q, k and v in one matrix, gate and up in another; o_proj and down_proj are read as they are,
-    # and so is the whole MLP where it is one kernel.
-    one_kernel = how.kernels and is_one_kernel(config.dim, config.ffn_dim)
-    of_mlp = (3 if one_kernel else 1) * config.ffn_dim * config.dim
-    kept_apart = config.n_heads * config.head_dim * config.dim + of_mlp
-    return FLOAT32 * n_blocks * (matrices - kept_apart)
+def _divided(config: ModelConfig, divisor: int) -> ModelConfig:
+    return config.model_copy(
+        update={
+            "dim": max(2, config.dim // divisor),
+            "ffn_dim": max(2, config.ffn_dim // divisor),
+            "head_dim": max(2, config.head_dim // divisor // 2 * 2)
+            if divisor > 1
+            else config.head_dim,
+            "vocab_size": 2,
+        }
+    )
+
+
+@functools.cache
+def _measure(config_json: str, layer: int | None, how: Execution) -> Kept:
+    """Measure the block of ``layer``, or what lies around all blocks (None)."""
+    few, many = 64, 128
+    config = ModelConfig.model_validate_json(config_json)
+    config = config.model_copy(update={"max_seq_len": many})
+    module: nn.Module
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        if layer is None:
+            module = Transformer(config.model_copy(update={"n_layers": 1, "ffn_dim": 2}))
+            module.blocks = nn.ModuleList()
+        else:
+            module = Block(config, layer)
+    few_bytes, many_bytes = (_saved_bytes(module, config, how, n) for n in (few, many))
+    per_token = (many_bytes - few_bytes) / (many - few)
+    return Kept(per_token, few_bytes - few * per_token)
+
+
+def _saved_bytes(module: nn.Module, config: ModelConfig, how: Execution, n_tokens: int) -> int:
+    """Return the bytes that autograd saves in one forward pass, parameters aside."""
+    with torch.device("cpu"):
+        rotation = RotaryEmbedding(config.head_dim, n_tokens)(torch.arange(n_tokens), torch.float32)
+        x_BTD = torch.zeros(1, n_tokens, config.dim, dtype=torch.float32, requires_grad=True)
+        tokens_BT = torch.zeros(1, n_tokens, dtype=torch.int64)
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=how.autocast))
+        if not how.on_cpu or how.compiled:
+            stack.enter_context(_PlainFormulas())  # type: ignore[no-untyped-call]
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor))
+        if isinstance(module, Transformer):
+            y_BTD = module.hidden(tokens_BT)
+        else:
+            y_BTD = module(x_BTD, rotation)
+    for tensor in (*module.parameters(), *rotation, y_BTD):
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    # What a block gives is the input of the next, which counts it; the head's input counts here.
+    head_input = y_BTD.untyped_storage().nbytes() if isinstance(module, Transformer) else 0
+    return sum(storages.values()) + head_input
+
+
+class _PlainFormulas(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes the model compute with plain PyTorch, as it does on other devices than a CPU."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def loss_bytes(config: ModelConfig, n_tokens: int, how: Execution, *, z_loss: bool) -> int:
     """Return the bytes that the loss of ``n_tokens`` takes at its peak.
 
-    In chunks (model/kernels/cross_entropy.py) these are a chunk's logits, and the gradients for the
-    head, made ahead and once more as it is scaled, and for what the head reads.  With all logits at
-    once: the logarithm of the softmax, its gradient and that of the logits, all float32; a soft cap
-    keeps its tanh, the z-loss the logits themselves.
+    In chunks (model/kernels/cross_entropy.py) these are a chunk's logits, the gradient of the head,
+    made in the forward pass and again as it is scaled, and that of the head's input.  With all
+    logits at once: the logarithm of the softmax, its gradient and that of the logits, all float32;
+    a soft cap keeps its tanh, the z-loss the logits themselves.
     """
     more = (config.logit_softcap > 0) + z_loss
     if how.compiled:
@@ -211,9 +268,10 @@ def micro_batch(config: RunConfig, n_ranks: int = 1) -> int:
 def estimate_memory(
     config: RunConfig, parallel: Parallel = "none", n_ranks: int = 1, *, on_cpu: bool
 ) -> Memory:
-    """Estimate what one of ``n_ranks`` needs to train ``config`` (resolved).
+    """Estimate what one of ``n_ranks`` needs to train ``config``.
 
     Raises:
+        ConfigError: a size is beyond any tensor.
         UnknownNameError: the norm or the placement is not registered.
     """
     model, train, seq_len = config.model, config.train, config.data.seq_len
@@ -226,8 +284,8 @@ def estimate_memory(
     gathered = 0
     if parallel == "fsdp":
         root = count.embedding + count.head
-        # Whole at a time: embedding and head, the block that runs and the one fetched ahead, and
-        # the gradient of the block that was left last.
+        # Whole at a time: embedding and head, the block that runs and the one prefetched, and the
+        # gradient of the previous block.
         gathered = (root + 3 * sum(block_matrices(model))) * how.product
     # int64 inputs and targets, and the copies on the way to them
     batch = 5 * train.batch_size * (seq_len + 1) * INT64
@@ -235,20 +293,20 @@ def estimate_memory(
     probe = FLOAT32 * share if train.probe_every else 0
     # DDP's gradients are views of the buckets that it sends them in, which stay.
     accumulates = parallel == "ddp" or rows * n_ranks < train.batch_size
-    gaps = GAPS if how.kernels else GAPS_OF_OTHER_CODE
-    gaps = GAPS_OF_RECOMPUTING if how.recompute else gaps
-    if accumulates:
-        gaps += GAPS_OF_ACCUMULATION if how.kernels else GAPS_OF_ITS_ACCUMULATION
+    kept = measure_kept(model, how)
+    copies = kept.copies
+    if how.autocast:  # FSDP casts what it gathers, and frees it
+        copies = 0 if parallel == "fsdp" else copies + BFLOAT16 * model.known_vocab_size * model.dim
     return Memory(
         weights=FLOAT32 * share,
         gradients=FLOAT32 * share,
         optimizer=2 * FLOAT32 * share,
-        copies=0 if parallel == "fsdp" and how.autocast else copies_bytes(model, how),
-        activations=n_tokens * sum(activations_per_token(model, how).values()),
+        copies=round(copies),
+        activations=round(n_tokens * kept.per_token),
         loss=loss_bytes(model, n_tokens, how, z_loss=config.optim.z_loss > 0),
         gathered=gathered,
         other=batch + rotations + probe + BLOCK_OBJECTS * model.n_layers,
         embedding_gradients=2 * FLOAT32 * count.embedding // shards if model.tie_embeddings else 0,
-        gaps=gaps,
         accumulates=accumulates,
+        recompute=train.recompute,
     )

@@ -1,98 +1,27 @@
-"""How many parameters a model has, part by part, by arithmetic: nothing of its size is built.
+"""How many parameters a model has, part by part.
 
-Only the norms are built, one of each kind and width on the meta device, since a norm of the user's
-own has as many parameters as it likes.
+One block of each kind that the placement has is built on the meta device, where nothing of its size
+is allocated; so norms of the user's own are counted as well.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from minillama.config import ModelConfig
+from minillama.errors import ConfigError
 from minillama.model.norms import build_norm
 from minillama.model.placement import PLACEMENTS, Slots
-
-
-@dataclass(frozen=True)
-class NormSite:
-    """Norms of one kind and width: where they stand, over how many features of a token."""
-
-    site: str
-    width: int
-    heads: int = 1
-    """The norm acts on so many rows of ``width`` features a token."""
-    rms: bool = False
-    """An RMSNorm whatever the model's kind: the norm of queries and keys."""
-    of_product: bool = False
-    """It reads what a matrix product gave, not the residual stream."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What stands how often in the model, by its placement.
-
-    Attributes:
-        norms: each norm, with how many there are.
-        gates: learned numbers a, one a block.
-    """
-
-    norms: Counter[NormSite]
-    gates: int
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> Layout:
-        """Read the layout of ``config`` (resolved)."""
-        placement = PLACEMENTS.get(config.norm.placement)
-        blocks = Counter(
-            _kind_of_block(placement.slots(layer + 1, config.n_layers))
-            for layer in range(config.n_layers)
-        )
-        norms: Counter[NormSite] = Counter()
-        for (attention, mlp, qkv, _), count in blocks.items():
-            for site, (of_stream, of_product) in (("attention", attention), ("mlp", mlp)):
-                norms[NormSite(site, config.dim)] += of_stream * count
-                norms[NormSite(site, config.dim, of_product=True)] += of_product * count
-            for norm in _head_norms(config, qkv):
-                norms[norm] += count
-        wants_final = config.norm.final_norm
-        norms[NormSite("final", config.dim)] += (
-            placement.final_norm if wants_final is None else wants_final
-        )
-        norms[NormSite("embed", config.dim)] += config.norm.embed_norm
-        gates = sum(count for (_, _, _, gated), count in blocks.items() if gated)
-        return cls(+norms, gates)
-
-
-_Around = tuple[int, int]
-"""Norms of the residual stream and norms of what the sub-layer gives."""
-
-
-def _kind_of_block(slots: Slots) -> tuple[_Around, _Around, bool, bool]:
-    """Return the norms around attention and the MLP, whether q, k, v are normed, and a."""
-    attention, mlp = ((s.input + s.residual, +s.output) for s in (slots, slots.mlp or slots))
-    return attention, mlp, slots.qkv, slots.gated
-
-
-def _head_norms(config: ModelConfig, qkv: bool) -> Iterator[NormSite]:
-    """Yield the norms inside attention."""
-    size, heads, kv_heads = config.head_dim, config.n_heads, config.n_kv_heads
-    whole = config.norm.qk_norm == "full"
-    if qkv:
-        for n in (heads, kv_heads, kv_heads):
-            yield NormSite("attention", size, n, of_product=True)
-    elif config.norm.qk_norm != "none":
-        for n in (heads, kv_heads):
-            width, rows = (n * size, 1) if whole else (size, n)
-            yield NormSite("attention", width, rows, rms=True, of_product=True)
+from minillama.model.transformer import Block, is_norm_parameter
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters by part; ``head`` is 0 where it shares the embedding's."""
+    """Parameters by part; ``head`` is 0 where it is the embedding."""
 
     embedding: int
     attention: int
@@ -106,11 +35,6 @@ class Parameters:
         """All of them."""
         return sum(vars(self).values())
 
-    @property
-    def blocks(self) -> int:
-        """Those in the matrices of all blocks."""
-        return self.attention + self.mlp
-
 
 def block_matrices(config: ModelConfig) -> tuple[int, int]:
     """Return the parameters of the matrices of one block's attention and MLP."""
@@ -118,28 +42,62 @@ def block_matrices(config: ModelConfig) -> tuple[int, int]:
     return config.dim * heads * config.head_dim, 3 * config.dim * config.ffn_dim
 
 
+def layer_kinds(config: ModelConfig) -> list[tuple[int, int]]:
+    """Return one layer, from 0, of each kind that the placement has, and how many there are."""
+    placement = PLACEMENTS.get(config.norm.placement)
+    layers: dict[Slots | None, list[int]] = {}
+    for layer in range(config.n_layers):
+        slots = _without_scales(placement.slots(layer + 1, config.n_layers))
+        layers.setdefault(slots, []).append(layer)
+    return [(same[0], len(same)) for same in layers.values()]
+
+
+def _without_scales(slots: Slots | None) -> Slots | None:
+    """Replace scales, which differ from layer to layer, by 0 or 1: whether there is one."""
+    if slots is None:
+        return None
+    s, alpha = float(slots.s != 1), float(slots.alpha != 1)
+    return replace(slots, s=s, alpha=alpha, mlp=_without_scales(slots.mlp))
+
+
 def count_parameters(config: ModelConfig) -> Parameters:
-    """Count the parameters of ``config`` (resolved) without building it.
+    """Count the parameters of ``config`` without allocating them.
 
     Raises:
+        ConfigError: a size is beyond any tensor.
         UnknownNameError: the norm or the placement is not registered.
     """
-    layout = Layout.of(config)
-    attention, mlp = block_matrices(config)
-    embedding = config.known_vocab_size * config.dim
-    return Parameters(
-        embedding=embedding,
-        attention=config.n_layers * attention,
-        mlp=config.n_layers * mlp,
-        norms=sum(count * _of_norm(config, site) for site, count in layout.norms.items()),
-        head=0 if config.tie_embeddings else embedding,
-        other=layout.gates + (config.embed_scale == "learned"),
-    )
+    parts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head", "other"), 0)
+
+    def add(parameters: Iterable[tuple[str, nn.Parameter]], times: int) -> None:
+        for name, parameter in parameters:
+            parts[_part_of(name)] += times * parameter.numel()
+
+    try:
+        with torch.device("meta"):
+            for layer, times in layer_kinds(config):
+                add(Block(config, layer).named_parameters(), times)
+            for site in _norms_around_blocks(config):
+                norm = build_norm(config.norm, config.dim, site)
+                parts["norms"] += sum(parameter.numel() for parameter in norm.parameters())
+    except RuntimeError as error:  # more numbers than 64 bits can count
+        raise ConfigError(f"model: too large for any machine ({error})") from None
+    parts["embedding"] = config.known_vocab_size * config.dim
+    parts["head"] = 0 if config.tie_embeddings else parts["embedding"]
+    parts["other"] += config.embed_scale == "learned"
+    return Parameters(**parts)
 
 
-def _of_norm(config: ModelConfig, site: NormSite) -> int:
-    if site.rms:
-        return site.width
-    with torch.device("meta"):
-        norm = build_norm(config.norm, site.width, site.site)
-    return sum(parameter.numel() for parameter in norm.parameters())
+def _norms_around_blocks(config: ModelConfig) -> list[str]:
+    norm = config.norm
+    has_final = norm.final_norm
+    if has_final is None:
+        has_final = PLACEMENTS.get(norm.placement).final_norm
+    return ["embed"] * norm.embed_norm + ["final"] * has_final
+
+
+def _part_of(name: str) -> str:
+    if is_norm_parameter(name):
+        return "norms"
+    module = name.split(".")[0]
+    return module if module in ("attention", "mlp") else "other"

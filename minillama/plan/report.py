@@ -1,4 +1,4 @@
-"""`minillama plan`: what a run would take, before it takes it."""
+"""`minillama plan`: the parameters, memory, FLOPs and time that a run would need."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from minillama.config import RunConfig
 from minillama.errors import ConfigError
+from minillama.formatting import format_duration, format_si, text_table
 from minillama.plan.compute import (
     DEFAULT_MFU,
     FORMULA,
@@ -18,13 +19,12 @@ from minillama.plan.compute import (
     gpu_named,
     measure_cpu,
 )
-from minillama.plan.limit import listed
-from minillama.plan.machine import GIB, host_memory
+from minillama.plan.limit import GIB, host_memory, memory_parts
 from minillama.plan.memory import PROCESS, Parallel, estimate_memory, micro_batch
 from minillama.plan.parameters import count_parameters
 
 CUDA_CONTEXT = 10**9
-"""Bytes of a GPU that CUDA, cuBLAS and the allocator's gaps take, roughly."""
+"""Bytes that CUDA, cuBLAS and the gaps of its allocator take on a GPU, roughly."""
 
 
 def plan(
@@ -34,20 +34,20 @@ def plan(
     n_gpus: int = 1,
     mfu: float = DEFAULT_MFU,
 ) -> dict[str, Any]:
-    """Return what training ``config`` (resolved) takes, by arithmetic; no model is built.
+    """Return what training ``config`` takes; nothing of the model's size is allocated.
 
     Args:
         gpu: a name of :data:`minillama.plan.compute.GPUS`, or ``cpu``: this machine's, whose speed
-            is measured in a third of a second; None: this machine's GPU if the table has it, else
+            is measured for a third of a second; None: this machine's GPU if the table has it, else
             its CPU.
         n_gpus: how many train together.
-        mfu: share of the device's peak that training is to reach.
+        mfu: share of the device's peak that training reaches.
 
     Returns:
         what ``--json`` prints; sizes in bytes, times in seconds.
 
     Raises:
-        ConfigError: the GPU is unknown, or a number is out of its range.
+        ConfigError: the GPU is unknown, or a number is out of range.
     """
     if n_gpus < 1:
         raise ConfigError(f"--gpus = {n_gpus}: must be at least 1")
@@ -56,8 +56,8 @@ def plan(
     train = config.train
     if n_gpus > train.batch_size:
         raise ConfigError(
-            f"--gpus = {n_gpus}: train.batch_size = {train.batch_size} gives not even a window to "
-            "each; raise it, or take fewer"
+            f"--gpus = {n_gpus}: train.batch_size = {train.batch_size} is less than one window for "
+            "each; raise it, or use fewer GPUs"
         )
     device = _device(config, gpu)
     count, compute = count_parameters(config.model), count_flops(config)
@@ -105,14 +105,14 @@ def _mode(config: RunConfig, mode: Parallel, n_gpus: int, device: Device) -> dic
     on_cpu = device.name == "cpu"
     memory = estimate_memory(config, mode, n_ranks, on_cpu=on_cpu)
     peak = memory.peak_on_cpu + PROCESS if on_cpu else memory.peak + CUDA_CONTEXT
-    there = n_ranks * peak if on_cpu else peak  # the ranks of a CPU share its memory
+    on_device = n_ranks * peak if on_cpu else peak  # the ranks of a CPU share its memory
     return {
         "parallel": mode,
         "ranks": n_ranks,
         "micro_batch_size": micro_batch(config, n_ranks),
-        **dict(listed(memory)),
+        **dict(memory_parts(memory)),
         "peak": peak,
-        "fits": there <= device.memory if device.memory else None,
+        "fits": on_device <= device.memory if device.memory else None,
     }
 
 
@@ -120,31 +120,32 @@ def _mode(config: RunConfig, mode: Parallel, n_gpus: int, device: Device) -> dic
 
 
 def as_json(figures: dict[str, Any]) -> str:
-    """Write what :func:`plan` returned as one JSON object."""
+    """Return the result of :func:`plan` as one JSON object."""
     return json.dumps(figures, indent=2)
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """Write what :func:`plan` returned for people."""
+    """Return the result of :func:`plan` as text for people."""
     flops, device, parts = figures["flops"], figures["device"], dict(figures["parameters"])
     total = parts.pop("total")
     recomputed = flops["recomputed_per_token"]
-    anew = f", recomputed {_si(recomputed)}" if recomputed else ""
+    again = f", recomputed {format_si(recomputed)}" if recomputed else ""
     many = f"{device['count']} × {device['name']}"
     shares = ", ".join(f"{name} {size:,}" for name, size in parts.items() if size)
     return "\n".join(
         (
             f"{figures['name']}: {total:,} parameters ({shares})",
-            f"tokens       {figures['tokens']:,}, {figures['tokens_per_parameter']:.1f} for each "
+            f"tokens       {figures['tokens']:,}, {figures['tokens_per_parameter']:.1f} per "
             "parameter",
-            f"FLOPs        forward {_si(flops['forward_per_token'])}, backward "
-            f"{_si(flops['backward_per_token'])}{anew} a token; {flops['total']:.3g} in all",
+            f"FLOPs        forward {format_si(flops['forward_per_token'])}, backward "
+            f"{format_si(flops['backward_per_token'])}{again} per token; "
+            f"{flops['total']:.3g} in total",
             f"             {flops['formula']}",
             "",
             *_memory_table(figures),
             "",
-            f"time         {_duration(figures['seconds'])} of training on {many} at "
-            f"{figures['mfu']:.0%} of {_si(device['peak_flops'])}FLOP/s "
+            f"time         {format_duration(figures['seconds'])} of training on {many} at "
+            f"{figures['mfu']:.0%} of {format_si(device['peak_flops'], 'FLOP/s')} "
             f"({figures['dtype']}; {device['source']})",
         )
     )
@@ -154,30 +155,15 @@ def _memory_table(figures: dict[str, Any]) -> list[str]:
     rows, device = figures["memory"], figures["device"]
     left_out = ("parallel", "ranks", "micro_batch_size", "peak", "fits")
     names = [n for n in rows[0] if n not in left_out and any(row[n] for row in rows)]
-    head = f"memory, GiB  {'windows':>8}" + "".join(f"{n:>12}" for n in [*names, "peak"])
-    lines = [head]
+    names.append("peak")
+    table = [["memory, GiB", "windows", *names, ""]]
     for row in rows:
-        cells = "".join(f"{row[n] / GIB:12.2f}" for n in [*names, "peak"])
+        sizes = [f"{row[name] / GIB:.2f}" for name in names]
         fits = {True: "fits", False: "does not fit", None: ""}[row["fits"]]
-        lines.append(f"  {row['parallel']:<10} {row['micro_batch_size']:>8}{cells}  {fits}")
+        table.append([f"  {row['parallel']}", str(row["micro_batch_size"]), *sizes, fits])
     each = "" if device["name"] == "cpu" else " each"
-    lines.append(
-        f"             of one rank; {device['name']}: {device['memory'] / GIB:.1f} GiB{each}; "
-        "gradients take the place of activations as backward goes"
-    )
-    return lines
-
-
-def _si(number: float) -> str:
-    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g} "
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400 * 2, "days"), (7200, "hours"), (120, "minutes")):
-        if seconds >= size:
-            per = {"days": 86400, "hours": 3600, "minutes": 60}[unit]
-            return f"{seconds / per:.1f} {unit}"
-    return f"{seconds:.1f} seconds"
+    return [
+        text_table(table),
+        f"             per rank; {device['name']}: {device['memory'] / GIB:.1f} GiB{each}; "
+        "gradients replace activations during the backward pass",
+    ]

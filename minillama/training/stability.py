@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from minillama.config import RunConfig
+from minillama.config.norms import PLACEMENTS
 from minillama.config.run import TrainConfig
 from minillama.errors import DataError
 
@@ -71,7 +72,7 @@ def remedies(config: RunConfig) -> str:
         wishes.append("clipping (optim.grad_clip=1)")
     if not optim.z_loss:
         wishes.append("optim.z_loss=1e-4")
-    if norm.qk_norm == "none" and norm.placement != "hybrid":
+    if norm.qk_norm == "none" and not PLACEMENTS.get(norm.placement).norms_qkv:
         wishes.append("model.norm.qk_norm=head")
     if config.train.dtype == "float16":
         wishes.append("train.dtype=bfloat16")

@@ -45,7 +45,7 @@ from minillama.training.checkpoint import (
     read_for_resume,
 )
 from minillama.training.checkpoint_folders import step_of
-from minillama.training.device import describe_device
+from minillama.training.device import describe_device, return_freed_memory
 from minillama.training.interrupt import StopSignal
 from minillama.training.join import join
 from minillama.training.journal import Journal
@@ -175,6 +175,8 @@ class Trainer:
         self.ranks = ranks or Ranks(model.embed.weight.device)
         self.device = self.ranks.device
         model.recompute = config.train.recompute
+        if model.recompute and self.device.type == "cpu":
+            return_freed_memory()
         self.journal = Journal(folder, silent=not self.ranks.is_main)
         self._ticked = time.perf_counter()
         norms = {n: p for n, p in model.named_parameters() if is_norm_parameter(n)}

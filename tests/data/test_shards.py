@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from minillama.config import ModelConfig
 from minillama.data import shards as shards_module
 from minillama.data.batches import Batches, rows_of_rank
-from minillama.data.shards import ShardFile, ShardIndex, TokenShards
+from minillama.data.shards import ShardFile, TokenShards, are_complete
 from minillama.errors import DataError
 from minillama.evaluation import evaluate
 from minillama.model.transformer import Transformer
@@ -118,7 +118,7 @@ def test_only_the_rows_asked_for_are_read(some):
     assert spy.seen == 3 * 6
 
 
-def test_maps_are_let_go_again(tmp_path, monkeypatch):
+def test_files_are_unmapped_again(tmp_path, monkeypatch):
     tokens = write(tmp_path, *[1000] * 50)
     monkeypatch.setattr(shards_module, "_MOST_MAPPED", 10 * shards_module._COST_OF_A_MAP)
     whole = np.asarray(tokens)
@@ -131,13 +131,12 @@ def test_maps_are_let_go_again(tmp_path, monkeypatch):
 def test_a_damaged_file_is_named_with_the_fix(tmp_path, damage):
     tokens = write(tmp_path, 10, 10)
     file = tmp_path / "train-00001.bin"
-    index = ShardIndex(dtype="uint16", train=tokens.files, val=())
-    assert index.is_whole(tmp_path)
+    assert are_complete(tmp_path, tokens.files, "uint16")
     file.write_bytes(file.read_bytes()[:-2]) if damage == "cut" else file.unlink()
-    assert not index.is_whole(tmp_path)
+    assert not are_complete(tmp_path, tokens.files, "uint16")
     again = TokenShards(tmp_path, tokens.files, "uint16")
     again[:10]
     with pytest.raises(
-        DataError, match=r"shard .*train-00001\.bin: .* data prepare makes it again"
+        DataError, match=r"shard .*train-00001\.bin: .* data prepare writes it again"
     ):
         again[9:11]

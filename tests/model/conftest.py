@@ -5,14 +5,13 @@ import torch
 
 from minillama.config import norms as norm_config
 from minillama.model.kernels import library
-from minillama.model.norms import NORMS
-from minillama.model.placement import PLACEMENTS
+from minillama.model.norms import NORM_BUILDERS
 
 
 @pytest.fixture
 def scratch_registries(monkeypatch):
     """Let a test register norms and placements that no other test sees."""
-    for registry in (NORMS, PLACEMENTS, norm_config.NORM_KINDS, norm_config.PLACEMENTS):
+    for registry in (NORM_BUILDERS, norm_config.NORM_KINDS, norm_config.PLACEMENTS):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 

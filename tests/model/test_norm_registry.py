@@ -12,7 +12,7 @@ import minillama
 from minillama.config import load_config
 from minillama.config.norms import NORM_KINDS, NormConfig
 from minillama.errors import ConfigError, UnknownNameError
-from minillama.model.norms import NORMS, NoNorm, RMSNorm, build_norm, register_norm
+from minillama.model.norms import NORM_BUILDERS, NoNorm, RMSNorm, build_norm, register_norm
 from minillama.model.transformer import Transformer
 from minillama.sampling import generate
 
@@ -29,15 +29,15 @@ def base_types(annotation):
 
 
 def test_the_kinds_that_configs_may_name_are_those_that_can_be_built():
-    assert NORMS.names() == NORM_KINDS.names()
-    assert set(KINDS) <= set(NORMS)  # a test of plugins may have added to them
+    assert NORM_BUILDERS.names() == NORM_KINDS.names()
+    assert set(KINDS) <= set(NORM_BUILDERS)  # a test of plugins may have added to them
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_in_configs_are_the_constructor_parameters(kind):
-    parameters = inspect.signature(NORMS.get(kind).build, eval_str=True).parameters
+    parameters = inspect.signature(NORM_BUILDERS.get(kind), eval_str=True).parameters
     told = {"dim", "eps", "site"}
-    options = NORM_KINDS.get(kind).model_fields
+    options = NORM_KINDS.get(kind).options.model_fields
     assert options.keys() == parameters.keys() - told
     for name, field in options.items():
         assert field.default == parameters[name].default, name
@@ -47,19 +47,16 @@ def test_options_in_configs_are_the_constructor_parameters(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_says_what_it_is(kind):
-    spec = NORMS.get(kind)
-    assert spec.formula
-    assert spec.source
-    parameters = inspect.signature(spec.build).parameters
-    # NoNorm's ε is there so that it can be called as the others are.
-    assert spec.takes == parameters.keys() & {"eps", "site"}
+    row = NORM_KINDS.get(kind)
+    assert row.formula
+    assert row.source
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_build_norm_passes_size_and_epsilon_on(kind):
     norm = build_norm(NormConfig(kind=kind, eps=0.25), 6)
     assert norm(torch.ones(2, 6)).shape == (2, 6)
-    if "eps" in NORMS.get(kind).takes and kind != "none":
+    if "eps" in inspect.signature(NORM_BUILDERS.get(kind)).parameters and kind != "none":
         assert norm.eps == 0.25
 
 
@@ -105,7 +102,7 @@ def plugin_config(tmp_path, scratch_registries):
 def test_a_norm_of_ones_own_in_a_plugin_file_is_used_by_name(plugin_config):
     config = load_config(plugin_config)
     assert config.model.norm.options == {"c": 0.5, "affine": True}
-    spec = NORMS.get("clipnorm")
+    spec = NORM_KINDS.get("clipnorm")
     assert (spec.formula, spec.source) == ("clip(x, −c, c) · γ", "a test")
     model = Transformer(config.model)
     norm = model.blocks[0].attention_input_norm
@@ -145,7 +142,7 @@ def test_a_function_may_build_a_norm_and_hear_size_epsilon_and_site(scratch_regi
         heard.append((dim, eps, site, partial))
         return RMSNorm(dim, eps, partial=partial)
 
-    assert NORMS.get("factory").formula == "Say x / rms(x)."
+    assert NORM_KINDS.get("factory").formula == "Say x / rms(x)."
     config = NormConfig(kind="factory", eps=1e-3, options={"partial": 0.5})
     norm = build_norm(config, 8, "mlp")
     assert heard == [(8, 1e-3, "mlp", 0.5)]
@@ -166,7 +163,7 @@ def test_an_option_without_a_default_is_required(scratch_registries):
 def test_a_name_that_is_taken_is_refused(scratch_registries):
     with pytest.raises(ConfigError, match="'rmsnorm' is registered already"):
         register_norm("rmsnorm")(nn.Identity)
-    assert NORMS.get("rmsnorm").build is RMSNorm
+    assert NORM_BUILDERS.get("rmsnorm") is RMSNorm
 
 
 def test_register_norm_hands_the_class_back(scratch_registries):

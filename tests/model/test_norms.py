@@ -9,7 +9,16 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minillama.config.norms import NormConfig
-from minillama.model.norms import L2Norm, LayerNorm, NoNorm, RMSNorm, ScaleNorm, build_norm
+from minillama.model.norms import (
+    Derf,
+    DyT,
+    L2Norm,
+    LayerNorm,
+    NoNorm,
+    RMSNorm,
+    ScaleNorm,
+    build_norm,
+)
 
 SIZES = (1, 3, 63, 123)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -403,3 +412,28 @@ def test_a_row_of_zeros_stays_so_without_an_eps_also_where_part_is_measured() ->
     assert torch.equal(norm(x)[0], torch.zeros(6))
     assert norm(x).isfinite().all()
     torch.testing.assert_close(norm(x)[2], torch.ones(6))
+
+
+@pytest.mark.parametrize("cls", [RMSNorm, LayerNorm, ScaleNorm, L2Norm])
+@pytest.mark.parametrize("eps", [None, "1e-6", -1, float("nan"), float("inf"), True])
+def test_an_epsilon_that_cannot_be_used_is_refused_at_construction(cls, eps):
+    with pytest.raises(ValueError, match=r"eps = .*: must be a finite number of at least 0"):
+        cls(8, eps=eps)
+
+
+@pytest.mark.parametrize("cls", [RMSNorm, LayerNorm, ScaleNorm, L2Norm, DyT, Derf])
+@pytest.mark.parametrize("dim", [0, -1, 8.0, None, "8", True])
+def test_a_size_that_cannot_be_used_is_refused_at_construction(cls, dim):
+    with pytest.raises(ValueError, match=r"dim = .*: must be a positive whole number"):
+        cls(dim)
+
+
+def test_an_option_out_of_range_is_refused_at_construction():
+    for partial in (0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="partial = "):
+            RMSNorm(8, partial=partial)
+    for alpha in (0, -1.0, float("nan"), None):
+        with pytest.raises(ValueError, match="alpha = "):
+            DyT(8, alpha=alpha)
+        with pytest.raises(ValueError, match="alpha = "):
+            Derf(8, alpha=alpha)

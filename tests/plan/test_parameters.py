@@ -60,7 +60,7 @@ def test_options_are_counted_as_they_are_built(changed: dict[str, Any]) -> None:
     assert vars(count_parameters(config)) == by_part(Transformer(config))
 
 
-def test_a_norm_of_ones_own_is_counted_and_the_large_is_not_built() -> None:
+def test_a_custom_norm_is_counted_without_allocating_its_size() -> None:
     @register_norm("three-gains")
     def build(dim: int) -> Any:
         import torch

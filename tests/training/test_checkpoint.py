@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from minillama.data.tokenizer import ByteTokenizer, train_tokenizer
 from minillama.errors import CheckpointError, ConfigError, RunFolderError
 from minillama.model.transformer import Transformer
+from minillama.training.assemble import assemble
 from minillama.training.checkpoint import (
     CONFIG,
     TOKENIZER,
@@ -84,7 +85,8 @@ def test_other_programs_can_read_the_files(saved):
 
 def test_a_tokenizer_that_moved_since_the_run_is_not_needed(tiny, tmp_path, bpe):
     bpe.save(tmp_path / "mine.model")
-    config = tiny(**{"tokenizer.kind": "bpe", "tokenizer.path": str(tmp_path / "mine.model")})
+    path = str(tmp_path / "mine.model")
+    config = assemble(tiny(**{"tokenizer.kind": "bpe", "tokenizer.path": path}))
     save_checkpoint(tmp_path / "step-000001", Transformer(config.model), bpe, config)
     (tmp_path / "mine.model").unlink()
     assert load_checkpoint(tmp_path / "step-000001")[1].sha256 == bpe.sha256

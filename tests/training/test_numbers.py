@@ -213,7 +213,7 @@ def test_a_checkpoint_with_lost_weights_is_neither_loaded_nor_begun_from(tiny, v
 def test_ids_that_the_model_does_not_know_are_the_datas_fault(tiny):
     config = tiny(**{"data.split_seed": 77})  # a cache entry of this test's own
     folder = prepare(config).folder
-    tokens = np.memmap(folder / "train.bin", np.uint16, "r+")
+    tokens = np.memmap(folder / "train-00000-00000.bin", np.uint16, "r+")
     tokens[100] = 259
     tokens.flush()
     with pytest.raises(DataError, match=r"holds token 259, and the model knows 259 ids.*delete"):

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 
 from minillama.config.run import TokenizerConfig
-from minillama.data.foreign import JsonTokenizer, NoTokenizer
+from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer import load_tokenizer
 from minillama.errors import TokenizerError
 
