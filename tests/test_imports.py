@@ -1,6 +1,7 @@
 """Imports point downwards, and stand at the top of a file: read from the source, nothing is run."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,15 @@ def field_errors(package):
             if part not in RANK:
                 yield f"{place}: stands in no layer"
                 continue
-        for node, in_function in imports_in(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for argument in called_names(tree):
+            name = beginning(argument)
+            target = name.split(".")[1] if name.startswith("minillama.") else ""
+            if name == "minillama." and part:
+                yield f"{place}:{argument.lineno}: imports a module whose name is put together"
+            elif target in RANK and target != part and RANK[target] >= RANK.get(part, -1):
+                yield f"{place}:{argument.lineno}: {part} imports {target}"
+        for node, in_function in imports_in(tree):
             where = f"{place}:{node.lineno}"
             if in_function and str(place) not in IMPORTS_IN_FUNCTIONS:
                 yield f"{where}: imports in a function"
@@ -104,6 +113,87 @@ def field_errors(package):
 
 def test_imports_point_downwards_and_stand_at_the_top():
     assert list(field_errors(PACKAGE)) == []
+
+
+# ------------------------------------------------------------------------------------------ circles
+
+
+def called_names(tree):
+    """Yield the argument of each import_module() and __import__() in a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args:
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
+            if name in ("import_module", "__import__"):
+                yield node.args[0]
+
+
+def beginning(argument):
+    """Return the part of a call's argument that is known: all of a string, an f-string's start."""
+    first = argument.values[0] if isinstance(argument, ast.JoinedStr) else argument
+    return first.value if isinstance(first, ast.Constant) else ""
+
+
+def import_graph(package):
+    """Return the modules of a package, each with those that it imports, in functions as well."""
+    modules = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
+        modules[".".join(("minillama", *(p for p in parts if p != "__init__")))] = path
+    graph = {}
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = []
+        for node, _ in imports_in(tree):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            else:
+                both = [f"{node.module}.{alias.name}" for alias in node.names]
+                names += [name if name in modules else node.module for name in both]
+        if module != "minillama":  # its public names load on first use
+            for start in map(beginning, called_names(tree)):
+                names += [
+                    m
+                    for m in modules
+                    if m == start or (start.endswith(".") and m.startswith(start))
+                ]
+        graph[module] = {name for name in names if name in modules} - {module}
+    return graph
+
+
+def circle(package):
+    try:
+        graphlib.TopologicalSorter(import_graph(package)).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert len(import_graph(PACKAGE)) > 80
+    assert circle(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from minillama.data import a",
+        "import minillama.data.a",
+        "from minillama.data.a import f",
+        "def f():\n    from minillama.data.a import g",
+        "import importlib\nimportlib.import_module('minillama.data.a')",
+        "from importlib import import_module\ndef f():\n    import_module('minillama.data.a')",
+        "__import__('minillama.data.a')",
+    ],
+)
+def test_a_planted_circle_is_found(tmp_path, statement):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.py").write_text("from minillama.data.b import f")
+    (tmp_path / "data" / "b.py").write_text("from minillama.data.c import f")
+    (tmp_path / "data" / "c.py").write_text("")
+    assert circle(tmp_path) == []
+    (tmp_path / "data" / "c.py").write_text(statement)
+    assert set(circle(tmp_path)) == {"minillama.data.a", "minillama.data.b", "minillama.data.c"}
 
 
 def test_the_walk_sees_the_package():
@@ -126,6 +216,9 @@ def test_the_walk_sees_the_package():
         ("model/x.py", "from minillama.config import ModelConfig, RunConfig", "the model knows"),
         ("data/x.py", "from minillama.model.norms import RMSNorm", "data imports model"),
         ("errors.py", "from minillama.registry import nearest", "errors imports registry"),
+        ("data/x.py", "import_module('minillama.training.trainer')", "data imports training"),
+        ("data/x.py", "__import__('minillama.cli')", "data imports cli"),
+        ("data/x.py", "import_module(f'minillama.{x}')", "whose name is put together"),
         ("training/x.py", "if True:\n    from minillama.ablation import grid", "imports ablation"),
         ("training/x.py", "from ..ablation import grid", "imports relatively"),
         ("training/x.py", "def f():\n    import os", "x.py:2: imports in a function"),

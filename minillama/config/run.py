@@ -432,6 +432,12 @@ def deciding_fields(config: RunConfig) -> dict[str, Any]:
     return {path: value for path, value in flat.items() if path not in with_mark(NO_EFFECT)}
 
 
+def token_fields(config: RunConfig) -> dict[str, Any]:
+    """Return the values of the data fields that decide the prepared tokens, beside the source."""
+    unmarked = [n for n, f in DataConfig.model_fields.items() if not f.json_schema_extra]
+    return config.data.model_dump(mode="json", include=set(unmarked) - {"source"})
+
+
 def to_yaml(config: Section) -> str:
     """Write a config as YAML that :func:`load_config` reads back equal."""
     return dump_yaml(config.model_dump(mode="json"))

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from minillama.config import RunConfig
-from minillama.config.run import TokenizerConfig
+from minillama.config.run import TokenizerConfig, token_fields
 from minillama.data.files import cache_entry
 from minillama.data.shard_writer import Shard, ShardWriter
 from minillama.data.shards import ShardFile, TokenShards, are_complete
@@ -142,9 +142,8 @@ def _key(config: RunConfig, source: str) -> str:
         "format": _FORMAT,
         "source": source,
         "streaming": getattr(data.source, "streaming", None),  # decides the parts, so the blocks
-        "split": [data.val_fraction, data.split_seed],
+        "data": token_fields(config),
         "tokenizer": [tokenizer.kind, tokenizer.vocab_size],
-        "shard_tokens": data.shard_tokens,
     }
     if tokenizer.path is not None:
         decisive["tokenizer"] = load_tokenizer(tokenizer, None).sha256

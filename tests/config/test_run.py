@@ -17,6 +17,7 @@ from minillama.config.run import (
     deciding_fields,
     json_schema,
     to_yaml,
+    token_fields,
 )
 from minillama.errors import ConfigError
 
@@ -508,6 +509,13 @@ def test_a_runs_config_without_overrides_or_with_its_own_values_stays_what_it_is
 def test_fields_without_effect_are_not_among_the_deciding_ones(load, override, same):
     text = "data: {shard_tokens: 1000}"
     assert (deciding_fields(load(text)) == deciding_fields(load(text, override))) == same
+
+
+def test_prepared_tokens_depend_on_neither_windows_nor_workers(load):
+    text = "data: {shard_tokens: 1000}"
+    kept = token_fields(load(text))
+    assert kept == {"val_fraction": 0.05, "split_seed": 0, "shard_tokens": 1000}
+    assert token_fields(load(text, "data.seq_len=9", "data.workers=2")) == kept
 
 
 def test_a_users_file_means_what_it_says(load):
