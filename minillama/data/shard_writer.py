@@ -15,7 +15,6 @@ import hashlib
 import pickle
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +26,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tqdm import tqdm
 
+from minillama import launch
 from minillama.data.shards import ShardFile, are_complete
 from minillama.data.sources import DocumentStream
 from minillama.data.split import Piece, Place, read_blocks, split_block
@@ -290,7 +290,7 @@ def _worker(number: int, job: bytes, messages: _Messages) -> Iterator[None]:
 
     It is killed when the body ends.
     """
-    command = [sys.executable, "-m", "minillama.data.shard_worker"]
+    command = launch.module_command("minillama.data.shard_worker")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
 
         def exchange() -> None:

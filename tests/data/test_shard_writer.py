@@ -192,6 +192,18 @@ prepare(load_config(sys.argv[1]))
 """
 
 
+@pytest.mark.usefixtures("_small_parts")
+def test_files_of_the_current_folder_do_not_shadow_the_standard_library(tmp_path, monkeypatch):
+    text = tmp_path / "a.txt"
+    text.write_text("".join(f"line {i} of the text\n" for i in range(20_000)), encoding="utf-8")
+    for name in ("queue", "statistics", "pickle"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    source = {"kind": "files", "files": [str(text)]}
+    prepared = prepare(config([], source=source, workers=2, shard_tokens=20_000))
+    assert (prepared.folder / "meta.json").is_file()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_kill_loses_no_finished_shard(tmp_path, monkeypatch, workers):
     big = tmp_path / "big.txt"
