@@ -231,7 +231,7 @@ COMMANDS = {
         ),
     ),
     "report": Command(
-        "write the report of an ablation, finished or not, or of one run",
+        "write the report of an ablation, also while it is running, or of one run",
         "minillama report runs/quick",
         _report,
         (_argument("folder", metavar="DIR", help="the folder of an ablation or of a run"),),

@@ -4,7 +4,7 @@
     ├── ConfigError (a ValueError)      2    the config or the arguments are wrong
     │   └── UnknownNameError            2    a name that no registry holds
     ├── DataError                       2    the user's text cannot be used as it is
-    │   └── SourceUnreachableError      1    the network, not the user, is at fault
+    │   └── SourceUnreachableError      1    the network fails, not the user
     ├── TokenizerError                  2    the vocabulary and the text do not fit
     ├── CheckpointError                 1    a checkpoint is damaged or does not match
     ├── RunFolderError                  1    the run folder cannot be written
@@ -79,7 +79,7 @@ class DataError(MinillamaError):
 
 
 class SourceUnreachableError(DataError):
-    """A hub or URL source needs a network that is not there."""
+    """A hub or URL source cannot be reached."""
 
     exit_status = 1
 
@@ -103,7 +103,7 @@ class RankLostError(MinillamaError):
 
 
 class OtherRankError(MinillamaError):
-    """A process that trains together with this one has raised an error, and tells it itself.
+    """A process that trains together with this one has raised an error, which it prints itself.
 
     Args:
         message: the other's.

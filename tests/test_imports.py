@@ -31,6 +31,7 @@ LAYERS = [
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 IMPORTS_IN_FUNCTIONS = {
+    "bench/__init__.py",
     "cli.py",
     "data/files.py",
     "data/sources.py",

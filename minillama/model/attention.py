@@ -16,12 +16,12 @@ from minillama.errors import ConfigError
 from minillama.model.kernels import attend, causal_attention
 from minillama.model.kv_cache import KVCache
 from minillama.model.norms import RMSNorm, build_norm
-from minillama.model.projection import Linear, side_by_side
+from minillama.model.projection import Linear, packed_linear
 from minillama.model.rope import Rotation, rotate
 
 
 class Attention(nn.Module):
-    """softmax(q·kᵀ / √K)·v over the positions up to each one's own.
+    """softmax(q·kᵀ / √K)·v over the positions up to each position's own.
 
     ``qk_norm`` puts an RMSNorm on queries and keys before RoPE: over each head's features
     (``head``, Qwen 3), or over the whole projection (``full``, OLMo 2).  It is an RMSNorm whatever
@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
     def heads(self, x_BTD: Tensor) -> Tensor:
         """Return all heads of queries, keys and values, normed, (B, T, H + 2G, K)."""
-        qkv = side_by_side(x_BTD, self.q_proj, self.k_proj, self.v_proj)
+        qkv = packed_linear(x_BTD, self.q_proj, self.k_proj, self.v_proj)
         if self.qk_norm == "none" and not self.qkv_norm:
             return torch.unflatten(qkv, -1, (-1, self.head_dim))
         q_dim, kv_dim = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         return torch.cat((q, k, v), dim=2)
 
     def qkv(self, x_BTD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B, H, T, K), keys and values (B, G, T, K), normed and turned."""
+        """Return queries (B, H, T, K), keys and values (B, G, T, K), normed and rotated."""
         parts = [self.n_heads, self.n_kv_heads, self.n_kv_heads]
         q, k, v = torch.split(self.heads(x_BTD).transpose(1, 2), parts, dim=1)
         return rotate(q, rotation), rotate(k, rotation), v
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend, with a ``cache`` also to what it holds.
+        """Attend, with a ``cache`` also to the positions in it.
 
         ``mask`` is True where a key may be seen; None is causal (T = S), or a single query.
         """

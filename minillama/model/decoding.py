@@ -1,4 +1,4 @@
-"""Reading token after token into a KV cache: what sampling does between two draws.
+"""Decoding with a KV cache: the logits behind one more token of each row.
 
 Shapes: B batch, V vocabulary, D width, K features of a head.
 """
@@ -18,14 +18,14 @@ from minillama.model.transformer import Block, Transformer
 
 
 class Decoder:
-    """Reads one token of each row into ``cache`` and gives the logits behind it.
+    """Reads one token of each row into ``cache`` and returns the logits after it.
 
     A plain pre-norm Llama on a CPU takes all its blocks in one call of the C kernel; any other
     model reads as it trains.
 
     Args:
-        model: in the state in which it stays while this is used.
-        cache: with what came before in it; its rows stay, too.
+        model: must not change while this is used.
+        cache: with the tokens before; its rows must not change either.
     """
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
@@ -50,7 +50,7 @@ class Decoder:
 
 
 def _fused(model: Transformer, cache: KVCache) -> FusedDecoder | None:
-    """Return the blocks for the C kernel; None if they are not what it knows."""
+    """Return the blocks for the C kernel; None if it does not support them."""
     if any(map(is_hooked, model.modules())) or not isinstance(model.embed_norm, nn.Identity):
         return None
     layers = []
@@ -97,7 +97,7 @@ def _layer(block: nn.Module, cache: KVCache, index: int) -> Layer | None:
 
 
 def _gain(norm: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """Return the gain of a norm that is an RMSNorm over all features; None: another norm."""
+    """Return the gain of an RMSNorm over all features; None for any other norm."""
     if type(norm) is not RMSNorm or norm.n_measured < norm.dim or norm.bias is not None:
         return None
     if norm.weight is None:

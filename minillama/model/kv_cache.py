@@ -14,11 +14,11 @@ from minillama.model.rope import Rotation
 
 
 class KVCache:
-    """Room for ``capacity`` positions of a batch, for every layer.
+    """Space for ``capacity`` positions of a batch, for every layer.
 
-    Prompts of unequal length stand right-aligned: ``pad_B`` of shape (B,) counts the places on the
-    left of each row that hold nothing.  Those are masked out, and positions count from behind them,
-    so that a row is read as if it were alone.
+    Prompts of unequal length are right-aligned: ``pad_B`` of shape (B,) is the padding on the left
+    of each row.  It is masked out, and positions count from its end, so that a row is computed as
+    if it were alone.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KVCache:
     def attend(self, layer: int, heads_B1MK: Tensor, rotation: Rotation) -> Tensor:
         """Store one new position of ``layer`` and attend from it to all, (B, 1, H, K).
 
-        ``heads`` are its queries, keys and values, not turned yet, (B, 1, H + 2G, K).
+        ``heads`` are its queries, keys and values, before RoPE, (B, 1, H + 2G, K).
         """
         assert self.length < self.capacity
         k_BGSK, v_BGSK = self.k_LBGSK[layer], self.v_LBGSK[layer]
@@ -60,7 +60,7 @@ class KVCache:
         self.length += n_tokens
 
     def keep(self, rows: list[int]) -> None:
-        """Forget all but some ``rows`` of the batch."""
+        """Keep only these ``rows`` of the batch."""
         self.k_LBGSK, self.v_LBGSK = self.k_LBGSK[:, rows], self.v_LBGSK[:, rows]
         if self.pad_B is not None:
             self.pad_B = self.pad_B[rows]

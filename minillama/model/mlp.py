@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minillama.config import ModelConfig
 from minillama.model.kernels import gated_mlp, swiglu
-from minillama.model.projection import Linear, are_plain, side_by_side
+from minillama.model.projection import Linear, are_plain, packed_linear
 
 
 class MLP(nn.Module):
@@ -26,5 +26,5 @@ class MLP(nn.Module):
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         if are_plain(gate, up, down):
             return gated_mlp(x_BTD, gate.weight, up.weight, down.weight)
-        y_BTD: Tensor = down(swiglu(side_by_side(x_BTD, gate, up)))
+        y_BTD: Tensor = down(swiglu(packed_linear(x_BTD, gate, up)))
         return y_BTD

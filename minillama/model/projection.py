@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module
 
 from minillama.model.kernels import linear
-
-_has_any_global_hook: Any = module._has_any_global_hook
+from minillama.model.kernels.torch_private import has_global_hooks
 
 
 class Linear(nn.Linear):
@@ -24,11 +20,11 @@ class Linear(nn.Linear):
         return linear(x, self.weight)
 
 
-def side_by_side(x: Tensor, *layers: nn.Module) -> Tensor:
+def packed_linear(x: Tensor, *layers: nn.Module) -> Tensor:
     """Return [layer₁(x), layer₂(x), …] joined along the last dimension.
 
-    One product does for all, unless a layer is more than its weight: hooked, replaced (an adapter,
-    a quantized layer) or given another ``forward``, as whoever changes a model from outside may do.
+    One product computes all, unless a layer is more than its weight: hooked, replaced (an adapter,
+    a quantized layer) or given another ``forward``.
     """
     if are_plain(*layers):
         return linear(x, *(layer.weight for layer in layers if isinstance(layer, Linear)))
@@ -36,17 +32,17 @@ def side_by_side(x: Tensor, *layers: nn.Module) -> Tensor:
 
 
 def are_plain(*layers: nn.Module) -> bool:
-    """Tell whether each layer is no more than a product with its weight."""
+    """Return whether each layer is only a product with its weight."""
     return all(type(layer) is Linear and not is_hooked(layer) for layer in layers)
 
 
 def is_hooked(layer: nn.Module) -> bool:
-    """Tell whether something watches the calls of ``layer``, or of all modules."""
+    """Return whether ``layer``, or every module, has hooks or a replaced ``forward``."""
     return bool(
         "forward" in vars(layer)  # how accelerate wraps a module
         or layer._forward_hooks
         or layer._forward_pre_hooks
         or layer._backward_hooks
         or layer._backward_pre_hooks
-        or _has_any_global_hook()
+        or has_global_hooks()
     )

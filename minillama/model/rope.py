@@ -1,12 +1,12 @@
 """Rotary position embedding (Su 2021, arXiv 2104.09864), half-split as in Llama's HF weights.
 
-Feature j of the first half of a head and feature j of the second turn together as a pair, by the
-angle position · θ^(−2j / head_dim):
+Feature j of the first half of a head and feature j of the second are a pair, rotated by the angle
+position · θ^(−2j / head_dim):
 
     [x₁, x₂] → [x₁·cos − x₂·sin,  x₂·cos + x₁·sin]
 
-Angles, cosines and sines are float32 whatever the model's dtype: bfloat16 cannot tell position 256
-from 257.  Shapes: B batch, T positions, H heads, K features of a head.
+Angles, cosines and sines are float32 whatever the model's dtype: bfloat16 cannot represent
+position 257.  Shapes: B batch, T positions, H heads, K features of a head.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x_BHTK: Tensor, rotation: Rotation) -> Tensor:
-    """Turn each pair of features of ``x`` by the angles of its position."""
+    """Rotate each pair of features of ``x`` by the angles of its position."""
     first, second = x_BHTK.chunk(2, dim=-1)
     cos, sin = rotation
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -62,7 +62,7 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Add what both sub-layers have to say to the residual stream."""
+        """Add the output of both sub-layers to the residual stream."""
         s, alpha, a = self.s, self.alpha, self.a
         h = self.attention(_times(s, self.attention_input_norm(x_BTD)), rotation, cache, mask)
         x_BTD = _times(alpha, x_BTD) + _times(a, self.attention_output_norm(h))
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
 
     embed_scale: nn.Parameter | None
     recompute: bool = False
-    """Keep only each block's input for the backward pass, and run the block anew there: memory for
+    """Keep only each block's input for the backward pass, and run the block again there: memory for
     activations falls to about one block's, for one more forward pass (Chen 2016, 1604.06174)."""
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
     def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the logits (B, T, V) of the token after each position.
 
-        With a ``cache``, ``tokens`` follow those it has read, and are read into it.
+        With a ``cache``, ``tokens`` follow those already in it, and are added to it.
 
         Raises:
             ValueError: more than ``max_seq_len`` positions.
@@ -139,7 +139,7 @@ class Transformer(nn.Module):
         return self.head(self.hidden(tokens_BT, cache))
 
     def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Return what the head reads, (B, T, D)."""
+        """Return the input of the head, (B, T, D)."""
         n_tokens = tokens_BT.shape[1]
         n_before = 0 if cache is None else cache.length
         if n_before + n_tokens > self.config.max_seq_len:
@@ -206,7 +206,7 @@ _DEEPNORM_SCALED = {"v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
-    """Draw every matrix anew, each from a generator seeded by (seed, its name) alone.
+    """Draw every matrix, each from a generator seeded by (seed, its name) alone.
 
     ``normal``: std 0.02, and 0.02 / √(2·n_layers) for o_proj and down_proj, which write to the
     residual stream (Radford 2019, GPT-2).  ``fan_in``: std 1 / √fan_in; an embedding counts as the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
 
 import torch
@@ -29,6 +30,20 @@ def pick_device(name: str) -> torch.device:
     if not here.get(device.type, False):
         raise ConfigError(f"device {name} is not there ({n_gpus} CUDA devices); use auto or cpu")
     return device
+
+
+def check_compile(device: torch.device) -> None:
+    """Check that torch.compile has the C++ compiler that it needs on a CPU.
+
+    Raises:
+        ConfigError: it has none; torch itself would say so in forty lines, at the first step.
+    """
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"train.compile = true needs a C++ compiler on a CPU and {compiler} was not found; "
+            "install one (for example g++), name another in CXX, or set train.compile=false"
+        )
 
 
 def describe_device(device: torch.device) -> str:

@@ -45,7 +45,7 @@ from minillama.training.checkpoint import (
     read_for_resume,
 )
 from minillama.training.checkpoint_folders import step_of
-from minillama.training.device import describe_device, return_freed_memory
+from minillama.training.device import check_compile, describe_device, return_freed_memory
 from minillama.training.interrupt import StopSignal
 from minillama.training.join import join
 from minillama.training.journal import Journal
@@ -191,6 +191,8 @@ class Trainer:
             "device": describe_device(self.device),
             "processes": self.ranks.world_size,
         }
+        if config.train.compile:
+            check_compile(self.device)
         self._loss_sums = self.ranks.wrap(model, config.train.compile)
         self.parameters = list(model.parameters())
         self.state = RunState(config, model, prepared, folder, self.ranks)

@@ -1,5 +1,6 @@
 """The page in a real browser, where one is installed: no error, a hover answers, an arm toggles."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -54,7 +55,10 @@ addEventListener("load", async () => {
 """
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+@pytest.mark.skipif(
+    CHROMIUM is None and os.environ.get("MINILLAMA_TEST_BROWSER") != "required",
+    reason="no chromium on this machine",
+)
 def test_the_page_works_in_a_browser(make_ablation: Any, tmp_path: Path) -> None:
     losses: dict[str, Any] = {
         "rms": {1e-3: [2.0, 2.1], 3e-3: [1.9, 1.91]},
@@ -63,7 +67,7 @@ def test_the_page_works_in_a_browser(make_ablation: Any, tmp_path: Path) -> None
     page = write_report(make_ablation(losses, probes=True))
     probed = page.with_name("probed.html")
     probed.write_text(page.read_text().replace("<main>", PROBE + "<main>", 1))
-    assert CHROMIUM is not None
+    assert CHROMIUM is not None, "MINILLAMA_TEST_BROWSER=required, but chromium is missing"
     command = [
         CHROMIUM,
         *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from minillama.config import ModelConfig
 from minillama.model.kernels import linear
 from minillama.model.mlp import MLP
-from minillama.model.projection import Linear, side_by_side
+from minillama.model.projection import Linear, packed_linear
 
 ROWS = [1, 2, 3, 16, 17, 63, 64, 65, 300]
 OUTPUTS = [(1,), (5,), (3, 2), (64, 17, 17)]
@@ -237,25 +237,25 @@ def test_layers_together_are_the_layers_one_by_one(rows: int, learns: bool) -> N
     layers, x = two_layers(), tensor(rows, 5).float()
     with torch.set_grad_enabled(learns):
         want = torch.cat([layer(x) for layer in layers], dim=-1)
-        torch.testing.assert_close(side_by_side(x, *layers), want)
+        torch.testing.assert_close(packed_linear(x, *layers), want)
 
 
 def test_a_replaced_layer_is_called() -> None:
     x = tensor(8, 5).float()
     one, other = two_layers()
-    plain = side_by_side(x, one, other)
+    plain = packed_linear(x, one, other)
     doubled = Doubled(5, 2)
     doubled.load_state_dict(other.state_dict())
     torch.testing.assert_close(
-        side_by_side(x, one, doubled), torch.cat((plain[:, :3], 2 * plain[:, 3:]), dim=-1)
+        packed_linear(x, one, doubled), torch.cat((plain[:, :3], 2 * plain[:, 3:]), dim=-1)
     )
     torch.testing.assert_close(
-        side_by_side(x, Adapted(one), other), torch.cat((plain[:, :3] + 1, plain[:, 3:]), dim=-1)
+        packed_linear(x, Adapted(one), other), torch.cat((plain[:, :3] + 1, plain[:, 3:]), dim=-1)
     )
     nn.utils.parametrizations.weight_norm(other)
-    torch.testing.assert_close(side_by_side(x, one, other), plain)
+    torch.testing.assert_close(packed_linear(x, one, other), plain)
     one.forward = lambda x: torch.zeros(*x.shape[:-1], 3)  # type: ignore[method-assign]
-    torch.testing.assert_close(side_by_side(x, one, other)[:, :3], torch.zeros(8, 3))
+    torch.testing.assert_close(packed_linear(x, one, other)[:, :3], torch.zeros(8, 3))
 
 
 @pytest.mark.parametrize(
@@ -271,11 +271,11 @@ def test_hooks_are_called(register: str) -> None:
     layers, x = two_layers(), tensor(8, 5).float().requires_grad_()
     calls: list[nn.Module] = []
     handle = getattr(layers[1], register)(lambda layer, *_: calls.append(layer))
-    y = side_by_side(x, *layers)
+    y = packed_linear(x, *layers)
     y.sum().backward()
     assert calls == [layers[1]]
     handle.remove()
-    torch.testing.assert_close(side_by_side(x, *layers), y)
+    torch.testing.assert_close(packed_linear(x, *layers), y)
     assert len(calls) == 1
 
 
@@ -284,7 +284,7 @@ def test_hooks_on_all_modules_are_called() -> None:
     calls: list[nn.Module] = []
     handle = register_module_forward_hook(lambda layer, *_: calls.append(layer))
     try:
-        side_by_side(x, *layers)
+        packed_linear(x, *layers)
     finally:
         handle.remove()
     assert calls == list(layers)

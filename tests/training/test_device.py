@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from minillama.errors import ConfigError
-from minillama.training.device import describe_device, pick_device
+from minillama.training.device import check_compile, describe_device, pick_device
 
 
 def test_auto_takes_the_best_there_is():
@@ -18,3 +18,10 @@ def test_a_device_that_is_not_there_is_refused():
         pick_device(f"cuda:{torch.cuda.device_count()}")
     with pytest.raises(ConfigError, match="unknown"):
         pick_device("gpu")
+
+
+def test_compiling_on_a_cpu_needs_a_cpp_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler-here")
+    with pytest.raises(ConfigError, match=r"no-such-compiler-here.*train\.compile=false"):
+        check_compile(torch.device("cpu"))
+    check_compile(torch.device("cuda"))

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minillama.errors import ConfigError
 from minillama.files import cache_folder
 from minillama.model.kernels import torch_private
 
@@ -143,7 +144,7 @@ def _build(macro: str) -> ctypes.CDLL:
         folder = cache_folder() / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
         return _load_or_compile(folder, stem, command)
-    except OSError:  # the folder cannot be written
+    except (OSError, ConfigError):  # the folder cannot be written, or there is none
         with tempfile.TemporaryDirectory(prefix="minillama-") as temporary:
             return _load_or_compile(Path(temporary), stem, command)
 

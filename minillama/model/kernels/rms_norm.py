@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillama.errors import ConfigError
 from minillama.model.kernels.frame import Kernel, c_library, threads_for
 
 
@@ -74,7 +73,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool = Tr
     """
     shape = x.shape[-1:]
     if not shape or (weight is not None and weight.shape != shape):
-        raise ConfigError(
+        raise ValueError(
             f"an RMSNorm with a gain of shape {None if weight is None else tuple(weight.shape)} "
             f"was given x of shape {tuple(x.shape)}; build it for the size of x's last dimension"
         )
@@ -82,7 +81,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, cast_first: bool = Tr
         y: Tensor = _RMS_NORM(c, (x, weight), eps, cast_first)
         return y
     if not x.is_floating_point():
-        raise ConfigError(f"an RMSNorm was given x of dtype {x.dtype}; give it floating point")
+        raise ValueError(f"an RMSNorm was given x of dtype {x.dtype}; give it floating point")
     if x.is_cpu or eps == 0:  # F.rms_norm makes NaN of a row of zeros if ε is 0
         return rms_norm_reference(x, weight, eps, cast_first)
     return _torch_rms_norm(x, weight, eps, cast_first)
