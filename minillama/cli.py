@@ -17,6 +17,8 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
+from types import FrameType
 from typing import Any, NamedTuple
 
 from minillama import __version__, launch
@@ -24,7 +26,14 @@ from minillama.config import load_config
 from minillama.config.ablation import load_ablation
 from minillama.config.run import json_schema, to_yaml
 from minillama.config.shipped import describe_configs
-from minillama.errors import EXTRAS, ConfigError, MinillamaError, OtherRankError, missing_extra
+from minillama.errors import (
+    EXTRAS,
+    ConfigError,
+    InterruptedRunError,
+    MinillamaError,
+    OtherRankError,
+    missing_extra,
+)
 from minillama.training.assemble import assemble
 
 EPILOG = "exit status: 0 success; 2 config or arguments wrong; 3 training diverged; 130 interrupted"
@@ -39,7 +48,9 @@ def _train(options: Namespace) -> str:
         raise launch.on_first_rank(error) from None
     from minillama.commands import train_run
 
-    return train_run(config, options.resume, options.overwrite, progress=not options.quiet)
+    resume = options.resume_from or options.resume
+    with redirect_stdout(launch.SafeStream(sys.stdout)):  # a plugin's print must not end training
+        return train_run(config, resume, options.overwrite, progress=not options.quiet)
 
 
 def _plan(options: Namespace) -> str:
@@ -204,6 +215,11 @@ COMMANDS = {
             CONFIG,
             OVERRIDES,
             _argument("--resume", action="store_true", help="continue from the last checkpoint"),
+            _argument(
+                "--resume-from",
+                metavar="CHECKPOINT",
+                help="continue from this checkpoint of the run; removes the later ones",
+            ),
             _argument("--overwrite", action="store_true", help="replace the run in the folder"),
         ),
     ),
@@ -484,11 +500,22 @@ def _protect_output() -> None:
     sys.stderr = launch.SafeStream(stderr)
 
 
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, and ignore further ones while the program ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def entry_point(*command: str) -> None:
     """Run ``command``, if any, with the arguments of the process, and exit with its status."""
+    launch.open_missing_streams()
     _protect_output()
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a shell
+        signal.signal(signal.SIGINT, _interrupt_once)
     try:
         status: Any = main([*command, *sys.argv[1:]])
+    except KeyboardInterrupt:
+        status = InterruptedRunError.exit_status
     except SystemExit as left:  # argparse, after --help or a wrong argument
         status = left.code
     if sys.stdout is not None:

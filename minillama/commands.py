@@ -37,7 +37,7 @@ from minillama.training.trainer import train
 _log = logging.getLogger("minillama")
 
 
-def train_run(config: RunConfig, resume: bool, overwrite: bool, *, progress: bool) -> str:
+def train_run(config: RunConfig, resume: bool | str, overwrite: bool, *, progress: bool) -> str:
     """Train, and say how it went, where it is and what to do with it."""
     summary = train(config, resume=resume, overwrite=overwrite, progress=progress)
     if summary["fate"] == "diverged":

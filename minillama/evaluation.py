@@ -6,7 +6,7 @@ Shapes: N tokens of the text, B windows at once, T positions of a window.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,6 @@ def evaluate(
     n_bytes: int | None = None,
     seq_len: int | None = None,
     batch_size: int = 16,
-    part: tuple[int, int] = (0, 1),
-    add: Callable[[float], float] = float,
 ) -> dict[str, Any]:
     """Measure how well ``model`` predicts ``tokens``, each but the first exactly once.
 
@@ -42,9 +40,6 @@ def evaluate(
         n_bytes: UTF-8 bytes of the text that the ids stand for.
         seq_len: positions in a window; default: the model's ``max_seq_len``.
         batch_size: windows read at once.
-        part: ``(k, n)``: read only every n-th batch from the k-th on, one of n processes that do
-            this together; each makes as many forward passes, the last of them perhaps of nothing.
-        add: called with the sum of each batch, in nats; returns that over all processes.
 
     Returns:
         ``loss`` (nats per token), ``perplexity`` (its exponential), ``bits_per_byte`` (None without
@@ -72,37 +67,35 @@ def evaluate(
             f"nothing to predict in {ids_N.dtype} tokens of shape {ids_N.shape}; give two ids or "
             "more in one row"
         )
-    vocab_size = model.embed.num_embeddings
     device = model.embed.weight.device
-    total = 0.0
-    for inputs_BT, targets_BT in _windows(ids_N, seq_len, batch_size, vocab_size, part):
+    nats = 0.0
+    for inputs_BT, targets_BT in windows(ids_N, seq_len, batch_size, model.embed.num_embeddings):
         sums = model.loss_sums(inputs_BT.to(device), targets_BT.to(device))
-        total += add(float(sums.cross_entropy))
-    loss = total / (len(ids_N) - 1)
+        nats += float(sums.cross_entropy)
+    return scores(nats, len(ids_N) - 1, n_bytes)
+
+
+def scores(nats: float, n_tokens: int, n_bytes: int | None) -> dict[str, Any]:
+    """Return what :func:`evaluate` returns, from the cross-entropy summed over ``n_tokens``."""
+    loss = nats / n_tokens
     return {
         "loss": loss,
         "perplexity": math.inf if loss > 700 else math.exp(loss),
-        "bits_per_byte": total / math.log(2) / n_bytes if n_bytes is not None else None,
-        "n_tokens": len(ids_N) - 1,
+        "bits_per_byte": nats / math.log(2) / n_bytes if n_bytes is not None else None,
+        "n_tokens": n_tokens,
     }
 
 
-def _windows(
-    ids_N: Tokens,
-    seq_len: int,
-    batch_size: int,
-    vocab_size: int,
-    part: tuple[int, int],
+def windows(
+    ids_N: Tokens, seq_len: int, batch_size: int, vocab_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (inputs, targets), (B, T) each; all parts predict every id but the first once."""
+    """Yield (inputs, targets), (B, T) each, that predict every id but the first exactly once.
+
+    Raises:
+        DataError: an id is not in the vocabulary.
+    """
     span = seq_len * batch_size
-    index, n_parts = part
-    for round_start in range(0, len(ids_N) - 1, span * n_parts):
-        start = round_start + span * index
-        if start >= len(ids_N) - 1:
-            nothing = torch.zeros(1, seq_len, dtype=torch.int64)
-            yield nothing, torch.full_like(nothing, IGNORED)
-            continue
+    for start in range(0, len(ids_N) - 1, span):
         ids = torch.from_numpy(ids_N[start : start + span + 1].astype(np.int64))
         if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
             raise DataError(
@@ -112,7 +105,7 @@ def _windows(
         inputs, targets = ids[:-1], ids[1:]
         rows = -(-len(inputs) // seq_len)
         missing = rows * seq_len - len(inputs)
-        # The last window is filled up: what is added is not counted, and causality hides it.
+        # The last window is padded: the padding is not counted, and causality hides it.
         inputs = torch.nn.functional.pad(inputs, (0, missing))
         targets = torch.nn.functional.pad(targets, (0, missing), value=IGNORED)
         yield inputs.view(rows, seq_len), targets.view(rows, seq_len)

@@ -35,7 +35,7 @@ def test_one_except_clause_catches_all():
     assert all(issubclass(cls, MinillamaError) for cls in CLASSES.values())
 
 
-def test_a_fault_is_one_line():
+def test_a_error_is_one_line():
     assert str(FieldError("a.b", 3, "must be even")) == "a.b = 3: must be even"
     assert str(FieldError("", 3, "must be even")) == "must be even"
     assert str(FieldError("a", "x\ny", "is odd")) == "a = 'x\\ny': is odd"
@@ -45,16 +45,16 @@ def test_a_fault_is_one_line():
     assert long.endswith("...: is long")
 
 
-def test_a_config_error_lists_every_fault():
-    faults = [FieldError("a", 1, "is odd"), FieldError("b.c", 2, "is even")]
+def test_a_config_error_lists_every_error():
+    errors_in = [FieldError("a", 1, "is odd"), FieldError("b.c", 2, "is even")]
     one, two = (
-        ConfigError.of("f.yaml", faults[:1]),
-        ConfigError.of("f.yaml", faults),
+        ConfigError.of("f.yaml", errors_in[:1]),
+        ConfigError.of("f.yaml", errors_in),
     )
     assert str(one) == "f.yaml: a = 1: is odd"
     assert str(two) == "f.yaml: 2 errors\n  a = 1: is odd\n  b.c = 2: is even"
-    assert one.field_errors == tuple(faults[:1])
-    assert two.field_errors == tuple(faults)
+    assert one.field_errors == tuple(errors_in[:1])
+    assert two.field_errors == tuple(errors_in)
     assert ConfigError("no such file").field_errors == ()
 
 
@@ -65,7 +65,7 @@ def test_errors_cross_process_borders(cls):
     assert str(error) == "what is wrong"
 
 
-def test_faults_cross_process_borders():
+def test_field_errors_cross_process_borders():
     error = ConfigError.of(
         "f.yaml", [FieldError("a", 1, "is odd"), FieldError("b", 2, "is even", "a")]
     )

@@ -62,27 +62,6 @@ def test_it_does_not_depend_on_the_batch_size(n):
     assert results == pytest.approx([results[0]] * 5, rel=1e-12)
 
 
-@pytest.mark.parametrize("n_parts", [1, 2, 3, 7])
-@pytest.mark.parametrize("n", [2, 3 * WINDOW + 1, 5 * WINDOW + 4])
-def test_parts_count_each_token_once_in_as_many_passes(n, n_parts):
-    sums = []
-    for index in range(n_parts):
-        own = []
-        evaluate(
-            MODEL,
-            ids(n),
-            batch_size=2,
-            part=(index, n_parts),
-            add=lambda x, own=own: own.append(x) or x,
-        )
-        sums.append(own)
-    assert len({len(own) for own in sums}) == 1
-    rounds = iter([sum(of_round) for of_round in zip(*sums, strict=True)])
-    together = evaluate(MODEL, ids(n), batch_size=2, part=(0, n_parts), add=lambda x: next(rounds))
-    assert together["n_tokens"] == n - 1
-    assert together["loss"] == pytest.approx(evaluate(MODEL, ids(n))["loss"], rel=1e-12)
-
-
 def test_the_window_at_the_end_counts_though_it_is_short():
     tokens = ids(2 * WINDOW + 1)
     longer = torch.cat((tokens, ids(3, seed=1)))

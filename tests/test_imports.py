@@ -36,8 +36,8 @@ IMPORTS_IN_FUNCTIONS = {
     "data/files.py",
     "data/sources.py",
     "training/assemble.py",
-    "training/join.py",
-    "training/ranks.py",
+    "training/checkpoint.py",
+    "training/trainer.py",
 }
 """A command loads what it needs; a run of one process, nothing of torch.distributed's engines; a
 config is assembled without torch unless it begins from a checkpoint; prepared data is used without
@@ -207,7 +207,7 @@ def test_the_walk_sees_the_package():
 
 
 @pytest.mark.parametrize(
-    ("file", "source", "fault"),
+    ("file", "source", "expected"),
     [
         ("config.py", "from minillama.model.norms import RMSNorm", "config imports model"),
         ("config.py", "import minillama.training.trainer", "config imports training"),
@@ -239,13 +239,13 @@ def test_the_walk_sees_the_package():
         ("utils.py", "", "utils.py: stands in no layer"),
     ],
 )
-def test_a_planted_fault_is_found(tmp_path, file, source, fault):
+def test_a_planted_error_is_found(tmp_path, file, source, expected):
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_text(source)
     found = list(field_errors(tmp_path))
     assert len(found) == 1
-    assert fault in found[0]
+    assert expected in found[0]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_planted_fault_is_found(tmp_path, file, source, fault):
         ("__init__.py", "import typing\nif typing.TYPE_CHECKING:\n    import minillama.config"),
     ],
 )
-def test_what_is_allowed_is_no_fault(tmp_path, file, source):
+def test_what_is_allowed_is_no_error(tmp_path, file, source):
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_text(source)

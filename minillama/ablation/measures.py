@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minillama.training.spikes import SPIKE_SIGMAS, SPIKE_WINDOW
+from minillama.training.stability import SPIKE_SIGMAS, SPIKE_WINDOW
 
 Floats = NDArray[np.float64]
 

@@ -25,7 +25,7 @@ from minillama.ablation.measures import gradient_figures, spike_score
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import read_yaml
 from minillama.errors import ConfigError, RunFolderError
-from minillama.training.loggers import read_metrics
+from minillama.training.metrics import read_metrics
 
 Floats = NDArray[np.float64]
 

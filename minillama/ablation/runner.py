@@ -42,7 +42,7 @@ from minillama.model.norms import is_builtin
 from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.training.device import pick_device
 from minillama.training.interrupt import StopSignal
-from minillama.training.loggers import read_metrics
+from minillama.training.metrics import read_metrics
 
 _POLL_SECONDS = 0.3  # how often the progress and the stop signal are checked
 _TIMED_STEPS = 6  # of each arm, by a dry run

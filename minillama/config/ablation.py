@@ -135,7 +135,7 @@ class AblationConfig(Section):
 def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationConfig:
     """Read an ablation config; ``base.`` in an override leads into the run config it starts from.
 
-    In the result ``base`` is a mapping, whatever the file had, so that it stands on its own.
+    In the result ``base`` is a mapping, whatever the file had, so that no other file is needed.
 
     Raises:
         ConfigError: the file, an override or any entry of the grid itself is wrong.  The runs are

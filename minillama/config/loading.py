@@ -91,7 +91,7 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's core rules where 1.1 surprises: 3e-4 is a number, `no` a word; no key twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Here, not where mappings are built: by then `<<` may have added keys of its own.
+        # Here, not where mappings are built: by then `<<` may have added keys.
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -177,7 +177,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a config: {error}") from None
     raw = _parse_yaml(text, str(path))
-    if raw is None and from_a_run:  # else a run of nothing but defaults would begin elsewhere
+    if raw is None and from_a_run:  # or a run of nothing but defaults would start elsewhere
         raise ConfigError(f"{path} is damaged: it is empty; name the file that the run came from")
     if raw is None:
         return {}

@@ -236,7 +236,7 @@ class TrainConfig(Section):
     )
     recompute: bool = Field(
         False,
-        description="activation checkpointing: keep each block's input alone and run it anew in "
+        description="activation checkpointing: keep only each block's input and run it again in "
         "the backward pass; less memory, about a third more time",
         json_schema_extra=RESUMABLE,
     )

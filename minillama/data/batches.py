@@ -4,7 +4,7 @@
     window 0: inputs 0 1 2, targets 1 2 3      every token but the first is a target once
     window 1:        inputs 3 4 5, targets 4 5 6
 
-The windows of an epoch come in an order of its own; the next epoch follows without a gap, even
+Each epoch has its own order of windows; the next epoch follows without a gap, even
 inside a batch.  A remainder shorter than a window is left out.
 
 The order of up to 2**22 windows is drawn and kept; that of more is computed where it is needed.
@@ -61,7 +61,7 @@ class Batches:
     def batch_at(self, step: int, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and targets of ``step``, counted from 0: two (B, T) int64 tensors.
 
-        With ``rows``, such as :func:`rows_of_rank` gives, these rows of them; no other is read.
+        With ``rows``, such as those of :func:`rows_of_rank`, only these are read and returned.
         """
         first = step * self.batch_size
         samples = range(first, first + self.batch_size)[rows]
@@ -80,9 +80,9 @@ class Batches:
 
     @cached_property
     def hash(self) -> str:
-        """The sha256 (hex) of all that decides what ``batch_at`` returns.
+        """The sha256 (hex) of everything that decides what ``batch_at`` returns.
 
-        Reads every token of an array; of shards it takes the hashes that they were written with.
+        Reads every token of an array; of shards it uses the hashes recorded when they were written.
         """
         digest = hashlib.sha256(f"{self.seq_len} {self.batch_size} {self.seed}".encode())
         if isinstance(self.tokens, TokenShards):
@@ -103,10 +103,10 @@ class Batches:
 
     def _order(self, epoch: int) -> NDArray[np.int64] | FeistelPermutation:
         if epoch not in self._orders:
-            # A Philox key of its own for each (seed, epoch); a plain sum of the two would collide.
+            # One Philox key for each (seed, epoch); the sum of the two would collide.
             key = (self.seed % 2**64, epoch)
             self._orders[epoch] = (
-                _drawn(self.n_windows, key)
+                _draw(self.n_windows, key)
                 if self.n_windows <= _MOST_DRAWN
                 else FeistelPermutation(self.n_windows, key)
             )
@@ -116,10 +116,10 @@ class Batches:
 
 
 def rows_of_rank(batch_size: int, rank: int, n_ranks: int) -> slice:
-    """Return the rows of a batch that are rank's, counted from 0: disjoint, and together all."""
+    """Return the rows of a batch that belong to ``rank``: the ranks share all of them."""
     return slice(batch_size * rank // n_ranks, batch_size * (rank + 1) // n_ranks)
 
 
-def _drawn(n: int, key: tuple[int, int]) -> NDArray[np.int64]:
+def _draw(n: int, key: tuple[int, int]) -> NDArray[np.int64]:
     bits = np.random.Philox(key=np.array(key, dtype=np.uint64))
     return np.random.Generator(bits).permutation(n)

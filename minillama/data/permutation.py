@@ -1,4 +1,4 @@
-"""An order of very many things, computed entry by entry, so that it takes no memory.
+"""A permutation of very many numbers, computed entry by entry, so that it takes no memory.
 
     i ─▶ (left, right), halves of its bits ─▶ 6 × (right, left ⊕ F(right, key)) ─▶ joined
 
@@ -20,7 +20,7 @@ class FeistelPermutation:
 
     Args:
         n: how many numbers, at least 1.
-        key: two numbers below 2**64; each pair has a permutation of its own.
+        key: two numbers below 2**64; each pair has its own permutation.
     """
 
     def __init__(self, n: int, key: tuple[int, int]) -> None:
@@ -34,21 +34,21 @@ class FeistelPermutation:
         return self._n
 
     def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return what stands at ``positions``, which are from 0 to n - 1."""
-        found = self._turned(positions.astype(np.uint64))
+        """Return the entries at ``positions``, which are from 0 to n - 1."""
+        found = self._permute(positions.astype(np.uint64))
         while (beyond := found >= self._n).any():
-            found[beyond] = self._turned(found[beyond])
+            found[beyond] = self._permute(found[beyond])
         return found.astype(np.int64)
 
-    def _turned(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _permute(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = numbers >> self._half, numbers & self._mask
         for key in self._keys:
-            left, right = right, left ^ (_mixed(right ^ key) & self._mask)
+            left, right = right, left ^ (_mix(right ^ key) & self._mask)
         return (left << self._half) | right
 
 
-def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Let every bit depend on every bit: the finalizer of SplitMix64 (Steele and others, 2014)."""
+def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Make every bit depend on every bit: the finalizer of SplitMix64 (Steele and others, 2014)."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

@@ -41,7 +41,7 @@ _LOGGER = logging.getLogger("minillama")
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+    """What the rest of the package needs from a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -230,7 +230,7 @@ def load_tokenizer(config: TokenizerConfig, model_file: Path | None) -> Tokenize
     """Return the tokenizer of ``config``; a bpe's model is at ``model_file``, else at its path.
 
     Raises:
-        TokenizerError: the model file is missing, or is none.
+        TokenizerError: the model file is missing, or is not one.
     """
     if config.kind == "byte":
         return ByteTokenizer()

@@ -232,7 +232,8 @@ def import_model(file: str | Path, out: str | Path) -> str:
     """
     file = Path(file)
     if not file.is_file():
-        raise ConfigError(f"no such file: {file}")
+        what = "not a regular file" if file.exists() else "no such file"
+        raise ConfigError(f"{what}: {file}")
     header = read_header(file)
     try:
         config, row = _read_config(header)

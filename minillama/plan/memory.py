@@ -195,6 +195,7 @@ def _measure(config_json: str, layer: int | None, how: Execution) -> Kept:
             module.blocks = nn.ModuleList()
         else:
             module = Block(config, layer)
+        module.float()  # whatever torch's default dtype is
     few_bytes, many_bytes = (_saved_bytes(module, config, how, n) for n in (few, many))
     per_token = (many_bytes - few_bytes) / (many - few)
     return Kept(per_token, few_bytes - few * per_token)

@@ -1,14 +1,14 @@
-"""A checkpoint: a folder that is written whole or not at all, and read back or refused by name.
+"""A checkpoint: a folder that is written atomically and verified when it is read.
 
     step-000100/ model.safetensors    the weights, and the checksums of all
                  config.json          the resolved RunConfig
                  tokenizer.model      sentencepiece's own file; a byte tokenizer has none
                  trainer_state.pt     what a resume needs: tensors and plain data only
-                 optimizer/           under fsdp, the moments of matrices: safetensors, one a rank
+                 optimizer/           with fsdp: the moments of matrices, one file per rank
 
-It needs no conversion to be used.  Neither safetensors nor torch.load notices a flipped bit, so the
-header of model.safetensors carries a SHA-256 of its own tensors and of each file beside it, and one
-of these checksums, so that a bit flipped in them is not laid at another file's door.
+It needs no conversion to be used.  Neither safetensors nor torch.load detects a flipped bit, so the
+header of model.safetensors carries the SHA-256 of its own tensors and of each file beside it.  A
+checksum of these checksums keeps a bit flipped in them from being blamed on another file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ from minillama.training.checkpoint_folders import (
     step_folders,
 )
 from minillama.training.device import pick_device
+from minillama.training.optim import is_sharded, whole_tensor
 
 # ------------------------------------------------------------------------------------------ write
 
@@ -57,21 +59,20 @@ def save_checkpoint(
     trainer_state: Mapping[str, Any] | None = None,
     write_shards: Callable[[Path], Mapping[str, str]] | None = None,
 ) -> None:
-    """Write a new checkpoint ``folder``; a kill at any moment leaves it whole or leaves nothing.
+    """Write a new checkpoint ``folder``; a kill at any moment leaves all of it or nothing.
 
     Args:
-        folder: must not be there yet; its parent must.
-        model: as it was built, not compiled, so that its parameters have their own names; or its
-            weights by these names.
-        tokenizer: its file goes along.
-        config: resolved.
-        trainer_state: nested dicts and lists of tensors and plain data; left out of a checkpoint
-            that no training can go on from.
-        write_shards: called with the folder to write what is not in ``trainer_state`` into; returns
-            the SHA-256 of each file by its path in there.
+        folder: must not exist yet; its parent must.
+        model: not compiled, so that its parameters have their own names; or its weights by name.
+        tokenizer: its file is saved too.
+        config: of the run.
+        trainer_state: nested dicts and lists of tensors and plain data; None for a checkpoint that
+            no training will resume from.
+        write_shards: called with the folder to write sharded tensors into; returns the SHA-256 of
+            each file by its name.
 
     Raises:
-        RunFolderError: the disk is full, not writable or not there.
+        RunFolderError: the disk is full, read-only or missing.
     """
     with explain_write_errors(Path(folder)), new_folder(Path(folder)) as new:
         (new / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -79,7 +80,9 @@ def save_checkpoint(
         if trainer_state is not None:
             _torch_save(trainer_state, new / TRAINER_STATE)
         sums = {file.name: sha256_of_file(file) for file in new.iterdir()}
-        sums |= {} if write_shards is None else write_shards(new)
+        if write_shards is not None:
+            shards = write_shards(new / OPTIMIZER)
+            sums |= {f"{OPTIMIZER}/{name}": digest for name, digest in shards.items()}
         tensors = model.state_dict() if isinstance(model, Transformer) else model
         weights = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         sums[WEIGHTS] = hash_tensors(weights)
@@ -89,7 +92,7 @@ def save_checkpoint(
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return a SHA-256 of names, types, shapes and bytes, whatever the order of the mapping."""
+    """Return a SHA-256 of names, types, shapes and bytes, in any order of the mapping."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -105,7 +108,7 @@ def _torch_save(data: Mapping[str, Any], file: Path) -> None:
     with file.open("wb") as stream:
         try:
             torch.save(dict(data), stream)
-        except RuntimeError as error:  # what the system said stands only in the context
+        except RuntimeError as error:  # the system error is only in the context
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
@@ -121,6 +124,16 @@ def _save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, st
 # ------------------------------------------------------------------------------------------- read
 
 
+class Checkpoint(NamedTuple):
+    """What a checkpoint contains; ``state`` is empty unless it was read for a resume."""
+
+    folder: Path
+    config: RunConfig
+    weights: dict[str, Tensor]
+    tokenizer: Tokenizer
+    state: dict[str, Any]
+
+
 def load_checkpoint(
     path: str | Path, device: str | torch.device = "cpu"
 ) -> tuple[Transformer, Tokenizer, RunConfig]:
@@ -129,137 +142,39 @@ def load_checkpoint(
     ``path`` is a checkpoint, or a run folder, which stands for its best checkpoint, else its last.
 
     Raises:
-        ConfigError: ``path`` leads to no checkpoint, or there is no such device.
+        ConfigError: there is no checkpoint at ``path``, or no such device.
+        CheckpointError: a file is missing, damaged or does not fit the others; names the newest
+            sound checkpoint beside it, if there is one.
+    """
+    target = pick_device(str(device))
+    checkpoint = read_checkpoint(path)
+    with torch.device("cpu"):  # torch's default device and dtype change no model
+        model = Transformer(checkpoint.config.model).float()
+    load_weights(model, checkpoint.weights, checkpoint.folder)
+    return model.to(target).eval(), checkpoint.tokenizer, checkpoint.config
+
+
+def read_checkpoint(path: str | Path, *, for_resume: bool = False) -> Checkpoint:
+    """Read and verify a checkpoint, or a run folder's best, else its last.
+
+    Args:
+        path: of the checkpoint or the run folder.
+        for_resume: read the trainer's state too.
+
+    Raises:
+        ConfigError: there is no checkpoint at ``path``.
         CheckpointError: a file is missing, damaged or does not fit the others; names the newest
             sound checkpoint beside it, if there is one.
     """
     folder = resolve_checkpoint(path)
-    target = pick_device(str(device))
     try:
-        config, weights, tokenizer = _read(folder)
-        shapes = {name: tensor.shape for name, tensor in weights.items()}
-        faults = absurd_sizes(config.model, len(weights)) or misfits(config.model, shapes)
-        _refuse(faults, folder)  # before memory is asked for
-        model = Transformer(config.model)
-        load_weights(model, weights, folder)
+        return _read(folder, for_resume)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_offer(folder)}") from error
-    return model.to(target).eval(), tokenizer, config
+        raise CheckpointError(f"{error}{_suggest_sound_one(folder)}") from error
 
 
-def load_weights(model: Transformer, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy ``weights``, read from ``folder``, into ``model``.
-
-    Raises:
-        CheckpointError: names or shapes differ; the message lists them.
-    """
-    own = model.state_dict()
-    faults = [f"{name} is missing" for name in own if name not in weights]
-    faults += [f"{name} has no place in the model" for name in weights if name not in own]
-    faults += [
-        f"{name} is {tuple(weights[name].shape)}, the model needs {tuple(tensor.shape)}"
-        for name, tensor in own.items()
-        if name in weights and weights[name].shape != tensor.shape
-    ]
-    _refuse(faults, folder)
-    model.load_state_dict(dict(weights))
-
-
-def _refuse(faults: list[str], folder: Path) -> None:
-    """Raise a CheckpointError that lists what does not fit, if there is anything."""
-    if faults:
-        more = f" and {len(faults) - 6} more" if len(faults) > 6 else ""
-        listed = "; ".join(faults[:6]) + more
-        raise CheckpointError(f"{folder / WEIGHTS} does not fit the config: {listed}")
-
-
-QK_NORMS = ("q_norm", "k_norm")
-"""Norms of a fixed kind, whatever that of the others is."""
-
-
-@torch.no_grad()
-def initialise_from(model: Transformer, path: str | Path) -> list[str]:
-    """Begin from a checkpoint's weights; the norms may be others.
-
-    A norm's own parameters are taken over where kind, name and shape agree; else they stay as they
-    start.
-
-    Returns:
-        The names of the parameters that stay as they start.
-
-    Raises:
-        ConfigError: ``path`` leads to no checkpoint.
-        CheckpointError: it is damaged, or its other weights do not fit.
-    """
-    folder = resolve_checkpoint(path)
-    saved, weights, _ = _read(folder)
-    old, norm = saved.model.norm, model.config.norm
-    own = model.state_dict()
-    same_kind = (old.kind, old.options) == (norm.kind, norm.options)
-
-    def fits(name: str) -> bool:
-        is_qk_norm = old.qk_norm == norm.qk_norm != "none" and name.split(".")[-2] in QK_NORMS
-        return name in own and own[name].shape == weights[name].shape and (same_kind or is_qk_norm)
-
-    taken = {name: w for name, w in weights.items() if not is_norm_parameter(name) or fits(name)}
-    new = [name for name in own if name not in taken and is_norm_parameter(name)]
-    load_weights(model, {**taken, **{name: own[name] for name in new}}, folder)
-    return new
-
-
-class Resumed(NamedTuple):
-    """What a run goes on from."""
-
-    folder: Path
-    config: RunConfig
-    weights: dict[str, Tensor]
-    state: dict[str, Any]
-
-
-def read_for_resume(folder: Path) -> Resumed:
-    """Return all that the checkpoint ``folder`` holds for a run to go on from.
-
-    Raises:
-        CheckpointError: a file is missing or damaged; names the newest sound checkpoint beside it.
-    """
-    try:
-        config, weights, _ = _read(folder)
-        return Resumed(folder, config, weights, _read_trainer_state(folder))
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{_offer(folder)}") from error
-
-
-def read_config(folder: Path) -> RunConfig:
-    """Return the config of the run that wrote the checkpoint ``folder``.
-
-    Raises:
-        CheckpointError: config.json is missing, damaged or of another program.
-        ConfigError: a plugin that the run used is missing.
-    """
-    file = folder / CONFIG
-    _check_sum(file, _read_sums(folder))
-    try:
-        raw = json.loads(file.read_bytes())
-    except ValueError:
-        raise CheckpointError(f"{file} is damaged: it is not JSON") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{file} is damaged: it holds no config")
-    if "model_type" in raw:
-        raise CheckpointError(
-            f"{folder} is a transformers model; bring it in with "
-            f"`minillama import {folder} --out DIR`"
-        )
-    load_plugins_of(raw)
-    try:
-        return check(RunConfig, raw, str(file))
-    except ConfigError as error:
-        raise CheckpointError(f"not a config of this version of minillama: {error}") from None
-
-
-def _read(folder: Path) -> tuple[RunConfig, dict[str, Tensor], Tokenizer]:
-    config = read_config(folder)
-    sums = _read_sums(folder)
-    file = folder / WEIGHTS
+def _read(folder: Path, for_resume: bool) -> Checkpoint:
+    sums, config, file = _read_checksums(folder), read_config(folder), folder / WEIGHTS
     try:
         with safe_open(file, framework="pt") as opened:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -267,17 +182,49 @@ def _read(folder: Path) -> tuple[RunConfig, dict[str, Tensor], Tokenizer]:
         raise CheckpointError(f"{file} is damaged: {error}") from None
     if WEIGHTS in sums and sums[WEIGHTS] != hash_tensors(weights):
         raise CheckpointError(f"{file} is damaged: its checksum does not match")
-    lost = [name for name, w in weights.items() if not bool(torch.isfinite(w).all())]
-    if lost:
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        raise CheckpointError(f"{file} holds NaN or inf in {', '.join(lost[:3])}{more}")
-    return config, weights, _read_tokenizer(folder, config, sums)
+    nonfinite = [name for name, w in weights.items() if not bool(torch.isfinite(w).all())]
+    if nonfinite:
+        more = f" and {len(nonfinite) - 3} more" if len(nonfinite) > 3 else ""
+        raise CheckpointError(f"{file} contains NaN or inf in {', '.join(nonfinite[:3])}{more}")
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    errors = absurd_sizes(config.model, len(weights)) or misfits(config.model, shapes)
+    _refuse(errors, folder)  # before memory is allocated for the model
+    tokenizer = _read_tokenizer(folder, config, sums)
+    state = _read_trainer_state(folder, sums) if for_resume else {}
+    return Checkpoint(folder, config, weights, tokenizer, state)
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Return the config of the run that wrote the checkpoint ``folder``.
+
+    Raises:
+        CheckpointError: config.json is missing, damaged or another program's.
+        ConfigError: a plugin that the run used is missing.
+    """
+    file = folder / CONFIG
+    _verify(file, _read_checksums(folder))
+    try:
+        raw = json.loads(file.read_bytes())
+    except ValueError:
+        raise CheckpointError(f"{file} is damaged: it is not JSON") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{file} is damaged: it is not a config")
+    if "model_type" in raw:
+        raise CheckpointError(
+            f"{folder} is a transformers model; convert it with "
+            f"`minillama import {folder} --out DIR`"
+        )
+    load_plugins_of(raw)
+    try:
+        return check(RunConfig, raw, str(file))  # resolved when it was written
+    except ConfigError as error:
+        raise CheckpointError(f"not a config of this version of minillama: {error}") from None
 
 
 def _read_tokenizer(folder: Path, config: RunConfig, sums: Mapping[str, str]) -> Tokenizer:
     file = folder / TOKENIZER if config.tokenizer.has_file else None
     if file is not None:
-        _check_sum(file, sums)
+        _verify(file, sums)
     try:
         tokenizer = load_tokenizer(config.tokenizer, file)
     except MinillamaError as error:
@@ -290,23 +237,22 @@ def _read_tokenizer(folder: Path, config: RunConfig, sums: Mapping[str, str]) ->
     return tokenizer
 
 
-def _read_trainer_state(folder: Path) -> dict[str, Any]:
+def _read_trainer_state(folder: Path, sums: Mapping[str, str]) -> dict[str, Any]:
     file = folder / TRAINER_STATE
-    sums = _read_sums(folder)
-    _check_sum(file, sums)
+    _verify(file, sums)
     for name in sums:
         if name.startswith(f"{OPTIMIZER}/"):
-            _check_sum(folder / name, {Path(name).name: sums[name]})
+            _verify(folder / name, {Path(name).name: sums[name]})
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged zip or pickle can raise nearly anything
         raise CheckpointError(f"{file} is damaged: {type(error).__name__}") from None
     if not isinstance(state, dict):
-        raise CheckpointError(f"{file} is damaged: it holds no state")
+        raise CheckpointError(f"{file} is damaged: it is not a trainer's state")
     return state
 
 
-def _read_sums(folder: Path) -> dict[str, str]:
+def _read_checksums(folder: Path) -> dict[str, str]:
     """Return the checksums in the header of the weights; none if another program wrote them."""
     file = folder / WEIGHTS
     if not file.is_file():
@@ -323,22 +269,158 @@ def _read_sums(folder: Path) -> dict[str, str]:
     return sums if isinstance(sums, dict) else {}
 
 
-def _check_sum(file: Path, sums: Mapping[str, str]) -> None:
+def _verify(file: Path, sums: Mapping[str, str]) -> None:
     if not file.is_file():
         raise CheckpointError(f"{file} is missing")
     if file.name in sums and sums[file.name] != sha256_of_file(file):
         raise CheckpointError(f"{file} is damaged: its checksum does not match")
 
 
-def _offer(damaged: Path) -> str:
+def _suggest_sound_one(damaged: Path) -> str:
     """Name the newest sound checkpoint beside ``damaged``."""
     damaged = damaged.resolve()
     for folder in reversed(step_folders(damaged.parent)):
         if folder != damaged:
             try:
-                _read(folder)
-                _read_trainer_state(folder)
+                _read(folder, for_resume=True)
             except MinillamaError:
                 continue
-            return f"; the newest sound checkpoint beside it is {folder}"
+            return (
+                f"; the newest sound checkpoint beside it is {folder}, which a run resumes from "
+                f"with --resume-from {folder}"
+            )
     return "; there is no other beside it"
+
+
+# ------------------------------------------------------------------------------- weights, optimizer
+
+
+def load_weights(model: Transformer, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Copy ``weights``, read from ``folder``, into ``model``.
+
+    Raises:
+        CheckpointError: names or shapes differ; the message lists them.
+    """
+    own = model.state_dict()
+    errors = [f"{name} is missing" for name in own if name not in weights]
+    errors += [f"{name} is not in the model" for name in weights if name not in own]
+    errors += [
+        f"{name} is {tuple(weights[name].shape)}, the model needs {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in weights and weights[name].shape != tensor.shape
+    ]
+    _refuse(errors, folder)
+    model.load_state_dict(dict(weights))
+
+
+def _refuse(errors: list[str], folder: Path) -> None:
+    if errors:
+        more = f" and {len(errors) - 6} more" if len(errors) > 6 else ""
+        listed = "; ".join(errors[:6]) + more
+        raise CheckpointError(f"{folder / WEIGHTS} does not fit the config: {listed}")
+
+
+QK_NORMS = ("q_norm", "k_norm")
+"""These norms have a fixed kind, whatever ``model.norm.kind`` is."""
+
+
+@torch.no_grad()
+def initialise_from(model: Transformer, path: str | Path) -> list[str]:
+    """Load a checkpoint's weights into a model whose norms may be others.
+
+    A norm's own parameters are loaded where kind, name and shape agree; otherwise they keep their
+    initial values.
+
+    Returns:
+        The names of the parameters that keep their initial values.
+
+    Raises:
+        ConfigError: there is no checkpoint at ``path``.
+        CheckpointError: it is damaged, or its other weights do not fit.
+    """
+    folder, saved, weights, *_ = read_checkpoint(path)
+    old, norm = saved.model.norm, model.config.norm
+    own = model.state_dict()
+    same_kind = (old.kind, old.options) == (norm.kind, norm.options)
+
+    def fits(name: str) -> bool:
+        is_qk_norm = old.qk_norm == norm.qk_norm != "none" and name.split(".")[-2] in QK_NORMS
+        return name in own and own[name].shape == weights[name].shape and (same_kind or is_qk_norm)
+
+    loaded = {name: w for name, w in weights.items() if not is_norm_parameter(name) or fits(name)}
+    new = [name for name in own if name not in loaded and is_norm_parameter(name)]
+    load_weights(model, {**loaded, **{name: own[name] for name in new}}, folder)
+    return new
+
+
+def whole_weights(model: Transformer, *, keep: bool) -> dict[str, Tensor]:
+    """Return the weights by name, gathered from all ranks where they are sharded.
+
+    All ranks call it; those that do not ``keep`` the weights get none.
+    """
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        whole = whole_tensor(tensor)
+        if keep:
+            weights[name] = whole.cpu() if is_sharded(tensor) else whole
+    return weights
+
+
+def optimizer_tensors(
+    model: Transformer, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the optimizer's whole tensors and its sharded ones.
+
+    Both are by the name of the parameter and of the moment, as ``blocks.0.mlp.up_proj.exp_avg``:
+    the same names however the model is parallelized.
+    """
+    tensors: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    for name, parameter in model.named_parameters():
+        for moment, value in optimizer.state.get(parameter, {}).items():
+            tensors[is_sharded(value)][f"{name}.{moment}"] = value
+    return tensors
+
+
+def load_optimizer(
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    whole: Mapping[str, Tensor],
+    sharded: list[str],
+    folder: Path,
+) -> None:
+    """Load what :func:`optimizer_tensors` returned, however the model was parallelized then.
+
+    Args:
+        model: that is trained.
+        optimizer: of its parameters; keeps its own settings.
+        whole: the whole tensors.
+        sharded: the names of the tensors whose shards are in ``folder``.
+        folder: where ``write_shards`` has written them.
+
+    Raises:
+        CheckpointError: a name is not one of the model's parameters.
+    """
+    parameters = dict(model.named_parameters())
+    unknown = [n for n in (*whole, *sharded) if n.rpartition(".")[0] not in parameters]
+    if unknown:
+        raise CheckpointError(f"{folder.parent}: the optimizer's {unknown[0]} fits no parameter")
+    tensors = {n: torch.zeros_like(parameters[n.rpartition(".")[0]]) for n in sharded}
+    is_fsdp = any(is_sharded(parameter) for parameter in parameters.values())
+    if tensors or is_fsdp:
+        # Imported here: it takes most of a second, and most runs do not need it.
+        from minillama.training.fsdp import read_shards, shard_like
+
+        if tensors:
+            read_shards(tensors, folder)
+    for name, value in whole.items():
+        parameter = parameters[name.rpartition(".")[0]]
+        is_part = is_sharded(parameter) and value.shape == parameter.shape
+        tensors[name] = shard_like(parameter, value) if is_part else value
+    moments: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+    for name, value in tensors.items():
+        parameter_name, _, moment = name.rpartition(".")
+        moments[parameters[parameter_name]][moment] = value
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {index: moments[p] for index, p in enumerate(ordered) if p in moments}
+    groups = optimizer.state_dict()["param_groups"]  # the config's, not those saved
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -25,10 +25,12 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"device {name!r} is unknown; use auto, cpu, mps or cuda") from None
-    here = {"cpu": True, "cuda": (device.index or 0) < n_gpus}
-    here["mps"] = torch.backends.mps.is_available()
-    if not here.get(device.type, False):
-        raise ConfigError(f"device {name} is not there ({n_gpus} CUDA devices); use auto or cpu")
+    available = {"cpu": True, "cuda": (device.index or 0) < n_gpus}
+    available["mps"] = torch.backends.mps.is_available()
+    if not available.get(device.type, False):
+        raise ConfigError(
+            f"device {name} does not exist here ({n_gpus} CUDA devices); use auto or cpu"
+        )
     return device
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, the signal of cluster schedulers, as a wish to stop at a clean place."""
+"""Stops training cleanly on Ctrl-C, SIGTERM (cluster schedulers) or SIGHUP (a closed terminal)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
+
 
 class _StopNow(BaseException):
-    """Leaves work that changes nothing and need not be waited for."""
+    """Leaves work that can be abandoned at any point."""
 
 
 class StopSignal:
-    """Catches the first signal and sets ``requested``; a second one ends the program at once.
+    """Sets ``requested`` at the first signal; a second one raises KeyboardInterrupt at once.
 
-    Handlers are set only in the main thread, where alone Python allows it, and put back at the end.
-    A signal that the process was started to ignore (``nohup``) stays ignored.
+    Handlers are set in the main thread only, as Python requires, and restored at the end.  A signal
+    that the process was started to ignore (``nohup``) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -28,7 +32,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in SIGNALS:
                 before = signal.getsignal(number)
                 if before is not signal.SIG_IGN:
                     self._before[number] = signal.SIG_DFL if before is None else before
@@ -46,15 +50,15 @@ class StopSignal:
         if self._breakable:
             raise _StopNow
 
-    def agree(self) -> None:
-        """Hear of a signal that another process got; there is none here."""
+    def sync(self) -> None:
+        """Learn of a signal that another rank received; a process alone has none."""
 
     def check(self) -> None:
-        """Leave a breakable body if a signal has come; here its handler has done so already."""
+        """Leave a breakable body if a signal has come; here the handler has done so already."""
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
-        """Leave the body at once when a signal comes; only for what changes no state."""
+        """Leave the body at once when a signal comes; only for work that changes no state."""
         self._breakable = True
         try:
             yield
@@ -64,30 +68,30 @@ class StopSignal:
             self._breakable = False
 
 
-class AgreedStop(StopSignal):
-    """A wish to stop that came to any of several processes, known to all of them at one place.
+class SyncedStopSignal(StopSignal):
+    """A stop signal to any of several ranks, which all of them notice at the same place.
 
-    Further signals change nothing: torchrun may repeat one, and kills whoever is not gone after
-    half a minute.
+    Further signals are ignored: torchrun may repeat one, and kills every process that has not ended
+    after half a minute.
 
     Args:
-        on_any: tells whether a flag is set in any of the processes; all of them call it.
+        any_rank: returns whether a flag is set on any rank; all of them call it together.
     """
 
-    def __init__(self, on_any: Callable[[bool], bool]) -> None:
+    def __init__(self, any_rank: Callable[[bool], bool]) -> None:
         super().__init__()
-        self._on_any, self._heard = on_any, False
+        self._any_rank, self._received = any_rank, False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._heard = True
+        self._received = True
 
-    def agree(self) -> None:
-        """Hear of a signal that any of the processes got before."""
+    def sync(self) -> None:
+        """Learn of a signal that any rank has received."""
         if not self.requested:
-            self.requested = self._on_any(self._heard)
+            self.requested = self._any_rank(self._received)
 
     def check(self) -> None:
-        """Leave the breakable body, in all processes, if a signal has come to any."""
-        self.agree()
+        """Leave the breakable body, on all ranks, if a signal has come to any of them."""
+        self.sync()
         if self.requested:
             raise _StopNow

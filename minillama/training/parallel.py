@@ -1,24 +1,22 @@
-"""Several processes, started by torchrun, train one model: the same losses as of one process.
+"""The processes that train one model: this one alone, or all that torchrun has started.
 
-             batch of a step, cut into as many parts as there are ranks
-    rank 0   part ─▶ micro-batches: loss, backward ─┐                 ┌─▶ clip ─▶ update
-    rank 1   part ─▶ micro-batches: loss, backward ─┴─ sum gradients ─┴─▶ clip ─▶ update
+             batch of a step, split evenly over the ranks
+    rank 0   rows ─▶ micro-batches: loss, backward ─┐                 ┌─▶ clip ─▶ update
+    rank 1   rows ─▶ micro-batches: loss, backward ─┴─ sum gradients ─┴─▶ clip ─▶ update
 
+A *rank* is one of these processes; rank 0 is the main one and writes whatever is written once.
 ``ddp`` (Li 2020, arXiv 2006.15704): each rank has the whole model.  ``fsdp`` (Zhao 2023, arXiv
-2304.11277; torch's FSDP2): each rank has a part of every matrix, of its gradient and of its
-moments, and gathers the matrices of a block when it computes with them.  Norms, gains and biases
-stay whole and in float32: they are less than a hundredth of the model, and rounding a gain to
-bfloat16 would hide its steps.
+2304.11277): each rank has a part of every matrix (:mod:`minillama.training.fsdp`).
 
 Gradients are summed, not averaged, over the ranks: the trainer divides by the tokens of the whole
 step.  Whatever decides what comes next (a loss, a signal, an error) goes through a collective, so
-that all ranks decide alike; those of single numbers are made on the CPU, over gloo.
+that all ranks decide the same; collectives of single numbers run on the CPU, over gloo.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -27,35 +25,22 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from minillama import launch
+from minillama.config import RunConfig
 from minillama.config.run import TrainConfig
-from minillama.data.batches import Batches, rows_of_rank
 from minillama.errors import (
+    ConfigError,
+    FieldError,
     MinillamaError,
     OtherRankError,
     RankLostError,
 )
-from minillama.files import sha256_of_file
-from minillama.model.transformer import LossSums, Transformer, is_norm_parameter
-from minillama.training.checkpoint_folders import OPTIMIZER
-from minillama.training.interrupt import AgreedStop, StopSignal
-from minillama.training.ranks import Loss, Ranks
+from minillama.model.transformer import LossSums, Transformer
+from minillama.training.device import pick_device
 
 T = TypeVar("T")
 
@@ -65,84 +50,92 @@ TIMEOUT = timedelta(minutes=10)
 _log = logging.getLogger("minillama")
 
 
-@contextmanager
-def group(device: torch.device, train: TrainConfig) -> Iterator[Ranks]:
-    """Yield the ranks of all processes that torchrun has started.
+# ------------------------------------------------------------------------------------- collectives
 
-    Raises:
-        RankLostError: a process has died, or has not answered for :data:`TIMEOUT`.
+
+class Ranks:
+    """The ranks that train together: here this process alone.
+
+    Args:
+        device: that this process computes on.
     """
-    level = _log.level
-    if launch.rank():
-        _log.setLevel(logging.ERROR)  # the main rank says it all
-    try:
-        _start_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        yield (_Ddp if train.parallel == "ddp" else _Fsdp)(device, train)
-        dist.destroy_process_group()
-    except RuntimeError as error:
-        if not _is_lost(error):
-            raise
-        said = str(error).splitlines()[0]
-        raise RankLostError(
-            f"rank {launch.rank()}: another process of this run has died or does not answer: its "
-            f"own error, or torchrun's report, says why; go on by --resume ({said:.120})"
-        ) from error
-    finally:
-        _log.setLevel(level)
+
+    rank, world_size = 0, 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.rank == 0
+
+    def sync_errors(self) -> AbstractContextManager[None]:
+        """Leave the body only when every rank has; if one of them raises, all do.
+
+        Raises:
+            OtherRankError: this rank has not raised, but another has.
+        """
+        return nullcontext()
+
+    def broadcast(self, value: T) -> T:
+        """Return the main rank's ``value``, which must be picklable."""
+        return value
+
+    def gather(self, value: T) -> list[T]:
+        """Return the ``value`` of every rank, which must be picklable, in their order."""
+        return [value]
+
+    def sum(self, value: float) -> float:
+        """Return the sum over all ranks, the same to the bit on each."""
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Return whether ``flag`` is set on any rank."""
+        return flag
 
 
-def _start_group(backend: str) -> None:
-    # torchrun's store outlives a restart, and with it the addresses of those who died.
-    store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
-    store = PrefixStore(f"attempt-{launch.restarts()}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+class _ProcessGroup(Ranks):
+    """All processes that torchrun has started."""
 
-
-def _is_lost(error: BaseException) -> bool:
-    """Tell whether ``error`` comes from a collective that another rank did not take part in."""
-    return isinstance(error, dist.DistError) or any(
-        word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")
-    )
-
-
-class _Group(Ranks):
-    """Several processes: how they agree."""
-
-    def __init__(self, device: torch.device, train: TrainConfig) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def sync_errors(self) -> Iterator[None]:
         try:
             yield
         except (OtherRankError, RankLostError):
-            raise  # all know already
+            raise  # every rank knows
         except Exception as error:
             if not _is_lost(error):
-                self._meet(error=error)
+                self._exchange(error=error)
             raise
-        self._meet()
+        self._exchange()
 
-    def from_main(self, value: T) -> T:
-        met: T = self._meet(value)
-        return met
+    def broadcast(self, value: T) -> T:
+        main: T = self._exchange(value if self.is_main else None)[0]
+        return main
 
-    def _meet(self, value: Any = None, error: Exception | None = None) -> Any:
-        """Wait for all ranks; return the main one's value, unless one of them has met an error.
+    def gather(self, value: T) -> list[T]:
+        return self._exchange(value)
 
-        The first of those that have, returns, to raise its own.
+    def _exchange(self, value: Any = None, error: Exception | None = None) -> list[Any]:
+        """Wait for all ranks and return their values, unless one of them has an ``error``.
+
+        The first rank with an error returns, to raise its own.
         """
         status = error.exit_status if isinstance(error, MinillamaError) else 1
-        fault = None if error is None else (str(error) or type(error).__name__, status)
-        met: list[Any] = [None] * self.world_size
-        dist.all_gather_object(met, (value if self.is_main else None, fault))
-        for rank, (_, fault) in enumerate(met):
-            if fault is not None and rank == self.rank:
+        failure = None if error is None else (str(error) or type(error).__name__, status)
+        received: list[Any] = [None] * self.world_size
+        dist.all_gather_object(received, (value, failure))
+        for rank, (_, failure) in enumerate(received):
+            if failure is not None and rank == self.rank:
                 break
-            if fault is not None:
-                raise OtherRankError(f"rank {rank}: {fault[0]}", fault[1]) from error
-        return met[0][0]
+            if failure is not None:
+                raise OtherRankError(f"rank {rank}: {failure[0]}", failure[1]) from error
+        return [value for value, _ in received]
 
     def sum(self, value: float) -> float:
         # Not a reduction, whose order may differ from rank to rank, and with it the last bit.
@@ -154,25 +147,163 @@ class _Group(Ranks):
     def any(self, flag: bool) -> bool:
         return self.sum(flag) > 0
 
-    def stop_signal(self) -> StopSignal:
-        return AgreedStop(self.any)
 
-    def finite(self, tensors: Iterable[Tensor]) -> bool:
-        return not self.any(not super().finite(_own_part(tensor) for tensor in tensors))
-
-    def batch(self, batches: Batches, step: int) -> tuple[Tensor, Tensor]:
-        rows = rows_of_rank(batches.batch_size, self.rank, self.world_size)
-        return batches.batch_at(step, rows)
-
-    def probes(self) -> bool:
-        return self.is_main
+# ------------------------------------------------------------------------------------------ joining
 
 
-# -------------------------------------------------------------------------------------------- DDP
+@contextmanager
+def join(config: RunConfig) -> Iterator[Ranks]:
+    """Yield the ranks that train as ``config`` says, this process among them.
+
+    Raises:
+        ConfigError: ``train.parallel`` does not fit the number of processes, or that does not fit
+            the batch or the machine.
+        RankLostError: a process has died, or has not answered for :data:`TIMEOUT`.
+    """
+    train = config.train
+    if train.parallel == "none":
+        if launch.world_size() > 1:
+            rule = (
+                f"torchrun has started {launch.world_size()} processes, and each would train the "
+                "whole model; set train.parallel=ddp or fsdp, or start one without torchrun"
+            )
+            raise launch.on_first_rank(ConfigError(f"train.parallel = none: {rule}"))
+        yield Ranks(pick_device(train.device))
+        return
+    if not launch.by_torchrun():
+        raise ConfigError(
+            f"train.parallel = {train.parallel}: this is one process alone; start N of them with "
+            f"`torchrun --nproc-per-node N -m minillama train ...`, or set train.parallel=none"
+        )
+    _check_world_size(train, launch.world_size())
+    device = _device_of_rank(train.device)
+    level = _log.level
+    if launch.rank():
+        _log.setLevel(logging.ERROR)  # the main rank logs
+    try:
+        _init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        yield _ProcessGroup(device)
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        if not _is_lost(error):
+            raise
+        message = str(error).splitlines()[0]
+        raise RankLostError(
+            f"rank {launch.rank()}: another process of this run has died or does not answer: its "
+            "own error, or torchrun's report, says why; continue with --resume "
+            f"({message:.120})"
+        ) from error
+    finally:
+        _log.setLevel(level)
+
+
+def _check_world_size(train: TrainConfig, n: int) -> None:
+    errors = []
+    micro = train.micro_batch_size
+    if train.batch_size % n:
+        rule = f"is not divisible by the {n} processes"
+        errors.append(FieldError("train.batch_size", train.batch_size, rule))
+    elif micro not in (None, train.batch_size) and (train.batch_size // n) % micro:
+        rule = (
+            f"does not divide each process's share, {train.batch_size // n} of "
+            f"train.batch_size = {train.batch_size}"
+        )
+        errors.append(FieldError("train.micro_batch_size", micro, rule))
+    if train.dtype == "float16":
+        rule = "needs a loss scale that all processes share; set bfloat16"
+        errors.append(FieldError("train.dtype", train.dtype, rule))
+    if errors:
+        raise launch.on_first_rank(ConfigError.of(f"train.parallel = {train.parallel}", errors))
+
+
+def _device_of_rank(name: str) -> torch.device:
+    n_gpus, n_local = torch.cuda.device_count(), launch.local_world_size()
+    rule = None
+    if name not in ("auto", "cpu", "cuda"):
+        rule = "each process uses its own GPU, or all use the CPU; set auto, cpu or cuda"
+    elif name == "cpu" or (name == "auto" and not n_gpus):
+        return torch.device("cpu")
+    elif n_local > n_gpus:
+        rule = (
+            f"{n_local} processes, but {n_gpus} GPUs on this machine; lower --nproc-per-node, "
+            "or set train.device=cpu"
+        )
+    if rule is not None:
+        raise launch.on_first_rank(ConfigError(f"train.device = {name}: {rule}"))
+    device = torch.device("cuda", launch.local_rank())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _init_process_group(backend: str) -> None:
+    # torchrun's store outlives a restart, and keeps the addresses of the processes that died.
+    store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
+    store = PrefixStore(f"attempt-{launch.restarts()}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Return whether ``error`` is from a collective that another rank did not take part in."""
+    return isinstance(error, dist.DistError) or any(
+        word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")
+    )
+
+
+# ---------------------------------------------------------------------------------- the model
+
+
+class LocalModel:
+    """How the model is trained: here by this process alone.
+
+    Args:
+        model: moved to ``device``.
+        device: that this rank computes on.
+        train: the part of the config that it depends on.
+    """
+
+    loss_sums: Callable[[Tensor, Tensor, float], LossSums]
+    """The model's ``loss_sums``, for a forward pass with a backward one."""
+
+    def __init__(self, model: Transformer, device: torch.device, train: TrainConfig) -> None:
+        model.to(device)
+        self.loss_sums = torch.compile(model.loss_sums) if train.compile else model.loss_sums
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Surround the forward and backward pass of a micro-batch; ``last``: of the step."""
+        return nullcontext()
+
+    def sum_gradients(self) -> None:
+        """Make sure that gradients are summed over the micro-batches of all ranks."""
+
+    def write_shards(
+        self, tensors: Mapping[str, Tensor], folder: Path | None, ranks: Ranks
+    ) -> dict[str, str]:
+        """Write sharded ``tensors`` into the main rank's ``folder``; here there are none.
+
+        Returns the SHA-256 of each file by its name.
+        """
+        return {}
+
+
+class DdpModel(LocalModel):
+    """Each rank has the whole model; gradients are summed while they are computed."""
+
+    def __init__(self, model: Transformer, device: torch.device, train: TrainConfig) -> None:
+        self._ddp = DistributedDataParallel(
+            _Forward(model.to(device)),
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+        )
+        self._ddp.register_comm_hook(None, lambda state, bucket: _all_reduce(bucket.buffer()))
+        self.loss_sums = torch.compile(self._ddp) if train.compile else self._ddp
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Sum gradients over the ranks only after the last micro-batch."""
+        return nullcontext() if last else self._ddp.no_sync()
 
 
 class _Forward(nn.Module):
-    """Calls ``loss_sums`` as ``forward``, which is all that DDP watches."""
+    """Calls ``loss_sums`` as ``forward``, the only method that DDP synchronizes."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -182,190 +313,8 @@ class _Forward(nn.Module):
         return self.model.loss_sums(tokens_BT, targets_BT, z_loss)
 
 
-class _Ddp(_Group):
-    """Each rank has the model whole; gradients are added up while they are computed."""
-
-    def wrap(self, model: Transformer, compiled: bool) -> Loss:
-        self._ddp = DistributedDataParallel(
-            _Forward(model.to(self.device)),
-            device_ids=[self.device] if self.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-        )
-        self._ddp.register_comm_hook(None, lambda state, bucket: _add_up(bucket.buffer()))
-        return torch.compile(self._ddp) if compiled else self._ddp
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else self._ddp.no_sync()
-
-    def weights(self, model: Transformer) -> Mapping[str, Tensor]:
-        return model.state_dict() if self.is_main else {}
-
-    def sampler(self, model: Transformer) -> Transformer | None:
-        return model if self.is_main else None
-
-
-def _add_up(gradients: Tensor) -> torch.futures.Future[Tensor]:
+def _all_reduce(gradients: Tensor) -> torch.futures.Future[Tensor]:
     work = dist.all_reduce(gradients, async_op=True)
     assert work is not None
     reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return reduced
-
-
-# ------------------------------------------------------------------------------------------- FSDP
-
-
-class _Fsdp(_Group):
-    """Each rank has a part of every matrix; the rest is whole on each."""
-
-    def __init__(self, device: torch.device, train: TrainConfig) -> None:
-        super().__init__(device, train)
-        half = torch.bfloat16 if train.dtype == "bfloat16" else None
-        # What flows between the matrices keeps float32, as under autocast.
-        self._block_policy = MixedPrecisionPolicy(
-            param_dtype=half, reduce_dtype=half and torch.float32, cast_forward_inputs=False
-        )
-        self._whole: list[nn.Parameter] = []
-
-    def wrap(self, model: Transformer, compiled: bool) -> Loss:
-        self._whole = [
-            parameter
-            for name, parameter in model.named_parameters()
-            if parameter.ndim < 2 or is_norm_parameter(name)
-        ]
-        for parameter in self._whole:
-            parameter.data = parameter.data.to(self.device)
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
-        whole = set(self._whole)
-        for block in model.blocks:
-            if compiled:
-                block.compile()
-            fully_shard(block, mesh=mesh, mp_policy=self._block_policy, ignored_params=whole)
-        fully_shard(model, mesh=mesh, ignored_params=whole)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # all that gloo can
-                # Buffers made in a validation's inference mode would be of no use in training.
-                module.unshard()
-                module.reshard()
-        register_fsdp_forward_method(model, "loss_sums")
-        self._root = model
-        return model.loss_sums
-
-    def gather_gradients(self) -> None:
-        # Those of the matrices were scattered with each backward pass, so that none is ever whole.
-        gradients = [p.grad for p in self._whole if p.grad is not None]
-        if gradients:
-            together = nn.utils.parameters_to_vector(gradients)
-            dist.all_reduce(together)
-            nn.utils.vector_to_parameters(together, gradients)
-
-    def before_update(self) -> None:
-        # A forward pass without a backward one, a probe's, leaves matrices that would go stale.
-        assert isinstance(self._root, FSDPModule)
-        self._root.reshard()
-
-    def norm(self, tensors: Iterable[Tensor]) -> Tensor:
-        norms = [_whole(nn.utils.get_total_norm(kind)) for kind in _by_kind(tensors) if kind]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
-
-    def clip(self, parameters: Iterable[Tensor], max_norm: float) -> float:
-        parameters = [p for p in parameters if p.grad is not None]
-        total = self.norm([p.grad for p in parameters if p.grad is not None])
-        norm = total.item()
-        if max_norm and norm > max_norm:
-            for kind in _by_kind(parameters):
-                nn.utils.clip_grads_with_norm_(kind, max_norm, total)
-        return norm
-
-    def probes(self) -> bool:
-        return True  # a forward pass needs the parts of all
-
-    def weights(self, model: Transformer) -> Mapping[str, Tensor]:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights: Mapping[str, Any] = get_model_state_dict(model, options=options)
-        return weights if self.is_main else {}
-
-    def sampler(self, model: Transformer) -> Transformer | None:
-        weights = self.weights(model)
-        if not self.is_main:
-            return None
-        alone = Transformer(model.config)
-        alone.load_state_dict(dict(weights))
-        return alone
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        state = optimizer.state_dict()["state"]
-        return {
-            "optimizer": {
-                number: {name: v for name, v in values.items() if not isinstance(v, DTensor)}
-                for number, values in state.items()
-            },
-            "sharded": {
-                number: names
-                for number, values in state.items()
-                if (names := [name for name, v in values.items() if isinstance(v, DTensor)])
-            },
-        }
-
-    def write_shards(
-        self, optimizer: torch.optim.Optimizer, folder: Path | None
-    ) -> Mapping[str, str]:
-        folder = self.from_main(folder)
-        assert folder is not None
-        target = folder / OPTIMIZER
-        shards = {
-            f"{number}.{name}": value
-            for number, values in optimizer.state_dict()["state"].items()
-            for name, value in values.items()
-            if isinstance(value, DTensor)
-        }
-        if not shards:
-            return {}
-        try:
-            writer = HuggingFaceStorageWriter(str(target), save_distributed=True)
-            save(shards, storage_writer=writer)
-        except CheckpointException as error:  # the same on all ranks
-            raise _cause(error) from error
-        with self.together():
-            files = target.glob(f"shard-{self.rank + 1:05d}-*")
-            own = {f"{OPTIMIZER}/{file.name}": sha256_of_file(file) for file in files}
-        sums: list[Any] = [None] * self.world_size
-        dist.all_gather_object(sums, own)
-        return {name: digest for part in sums for name, digest in part.items()}
-
-    def load_weights(self, model: Transformer, weights: Mapping[str, Tensor], folder: Path) -> None:
-        own = model.state_dict()
-        parts = {n: self._like(own[n], w) if n in own else w for n, w in weights.items()}
-        super().load_weights(model, parts, folder)
-
-    def _like(self, parameter: Tensor, value: Any) -> Any:
-        if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-            return value
-        place = parameter.device_mesh, parameter.placements
-        return distribute_tensor(value.to(self.device), *place, src_data_rank=None)
-
-
-def _cause(error: CheckpointException) -> Exception:
-    """Return what the first of the ranks met that could not write."""
-    cause, _ = next(iter(error.failures.values()))
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    return cause if isinstance(cause, Exception) else RuntimeError(str(error))
-
-
-def _by_kind(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the sharded tensors and the whole ones, which no one operation takes together."""
-    kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for tensor in tensors:
-        kinds[0 if isinstance(tensor, DTensor) else 1].append(tensor)
-    return kinds
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _own_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

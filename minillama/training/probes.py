@@ -1,4 +1,4 @@
-"""What goes on inside of the model at one step, layer by layer.
+"""Measurements inside the model at one step, layer by layer.
 
     residual_rms          √mean x² of the block's output x
     kurtosis              mean_j s_j⁴ / (mean_j s_j²)², s_j² the mean over tokens of x_j²:
@@ -9,8 +9,8 @@
     update_ratio          ‖Δθ‖ / ‖θ‖ over the block's parameters, decay included
     output: log_z_sq      mean (log Z)² of the softmax over the vocabulary
 
-The first four and the last are read by hooks in a forward pass of its own, over a few windows and
-without gradients.  The training pass is left alone, so it keeps every bit, compiled or not.
+The first four and the last are read by hooks in a separate forward pass, over a few windows and
+without gradients.  The training pass is not touched, so it keeps every bit, compiled or not.
 
 Shapes: B windows, T positions, R some of them, D width, H query heads, G key heads, K features.
 """
@@ -18,7 +18,7 @@ Shapes: B windows, T positions, R some of them, D width, H query heads, G key he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from minillama.model.attention import Attention
 from minillama.model.transformer import Transformer
+from minillama.training.optim import total_norm
 
 WINDOWS = 2
-"""How many windows of the batch the extra forward pass reads."""
+"""The extra forward pass reads this many windows of the batch."""
 
 _LOGITS_AT_ONCE = 1 << 22  # bounds the memory that attention's logits take
 
@@ -36,40 +37,36 @@ Probe = dict[str, dict[str, float]]
 
 
 class StepProbe:
-    """Measures one training step: ``before_update``, the update, ``after_update``.
+    """Measures one training step: its activations, its gradients, its update.
 
-    Args:
-        model: as it is trained.
-        total_norm: returns the L2 norm of tensors taken together.
+    Reads the activations at once, in a forward pass over the first windows of ``tokens_BT``: before
+    the training pass, because FSDP keeps the gathered weights until the next backward pass, which
+    must not come after the update.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        total_norm: Callable[[Iterable[Tensor]], Tensor] = nn.utils.get_total_norm,
-    ) -> None:
-        self._model, self._total_norm = model, total_norm
+    @torch.no_grad()
+    def __init__(self, model: Transformer, tokens_BT: Tensor) -> None:
+        self._model = model
         self._before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self._measured: dict[str, dict[str, Tensor]] = {}
+        self._measured = _activations(model, tokens_BT[:WINDOWS])
 
     @torch.no_grad()
-    def before_update(self, tokens_BT: Tensor) -> None:
-        """Read the activations on the first windows of ``tokens_BT``, and all gradients."""
-        self._measured = _activations(self._model, tokens_BT[:WINDOWS])
+    def before_update(self) -> None:
+        """Read the gradients, before they are clipped."""
         for name, block in _blocks(self._model):
             gradients = [p.grad for p in block.parameters() if p.grad is not None]
             count = sum(gradient.numel() for gradient in gradients)
-            norm = self._total_norm(gradients)
+            norm = total_norm(gradients)
             self._measured[name]["grad_rms"] = norm / math.sqrt(max(1, count))
 
     @torch.no_grad()
     def after_update(self) -> Probe:
-        """Return all measures by ``layer_0``, ``layer_1``, … and ``output``."""
+        """Return all measurements by ``layer_0``, ``layer_1``, … and ``output``."""
         for index, (name, block) in enumerate(_blocks(self._model)):
             before = {n: self._before[f"blocks.{index}.{n}"] for n, _ in block.named_parameters()}
             change = [p.detach() - before[n] for n, p in block.named_parameters()]
-            size = self._total_norm(before.values())
-            self._measured[name]["update_ratio"] = self._total_norm(change) / size
+            size = total_norm(before.values())
+            self._measured[name]["update_ratio"] = total_norm(change) / size
         return _numbers(self._measured)
 
 
@@ -136,7 +133,7 @@ def _attention_extremes(q_BHTK: Tensor, k_BHTK: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _numbers(measured: dict[str, dict[str, Tensor]]) -> Probe:
-    """Fetch all from the device at once."""
+    """Copy all values from the device in one transfer."""
     keys = [(group, name) for group, values in measured.items() for name in values]
     values = torch.stack([measured[group][name].float() for group, name in keys]).tolist()
     probe: Probe = {group: {} for group in measured}

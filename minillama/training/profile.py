@@ -1,6 +1,6 @@
-"""Where a step's time goes: a clock for its parts, always on, and a trace of some steps.
+"""Where the time of a step goes: the mean time of each part, and a trace of some steps.
 
-The trace is torch.profiler's, in Chrome's format: ui.perfetto.dev and chrome://tracing open it.
+The trace is torch.profiler's, in Chrome's format: open it in ui.perfetto.dev or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 PARTS = ("data", "forward", "backward", "clip", "update")
 TRACE = "trace.json"
 
-SETTLED = 3
-"""Steps that come before the trace and are not counted: kernels compile, memory is taken."""
+WARMUP = 3
+"""Steps before the trace, which are not counted: kernels compile, memory is allocated."""
 
 
 class StepClock:
     """Adds up the time of each of :data:`PARTS` over the steps of one process, and traces some.
 
-    On a GPU the parts of a step that is not traced are the time to ask for the work, not to do it.
+    On a GPU the parts of a step that is not traced are the time to launch kernels, not to run them.
 
     Args:
         traced: how many steps to trace; 0 for none.
@@ -39,12 +39,12 @@ class StepClock:
 
     @contextmanager
     def step(self, file: Path) -> Iterator[None]:
-        """Surround one step; when the last one to be traced is over, write ``file``."""
-        if self._traced and self._steps == SETTLED:
+        """Surround one step; after the last traced one, write ``file``."""
+        if self._traced and self._steps == WARMUP:
             activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._cuda]
             self._profile = profile(activities=activities)
             self._profile.start()
-        if self._steps == SETTLED:
+        if self._steps == WARMUP:
             self._seconds, self._whole = dict.fromkeys(PARTS, 0.0), 0.0
         start = time.perf_counter()
         try:
@@ -52,7 +52,7 @@ class StepClock:
         finally:
             self._whole += time.perf_counter() - start
             self._steps += 1
-            if self._profile is not None and self._steps == SETTLED + self._traced:
+            if self._profile is not None and self._steps == WARMUP + self._traced:
                 self.close(file)
 
     @contextmanager
@@ -69,15 +69,15 @@ class StepClock:
         self._seconds[name] += time.perf_counter() - start
 
     def close(self, file: Path) -> None:
-        """Write what has been traced, if anything is still being traced."""
+        """Write the trace, if one is being recorded."""
         if self._profile is not None:
             self._profile.stop()
             self._profile.export_chrome_trace(str(file))
             self._profile = None
 
-    def told(self) -> str | None:
-        """Return a line about the mean step, in ms by part; None before the first."""
-        n = self._steps - SETTLED if self._steps > SETTLED else self._steps
+    def report(self) -> str | None:
+        """Return one line about the mean step, in ms per part; None before the first step."""
+        n = self._steps - WARMUP if self._steps > WARMUP else self._steps
         if not n:
             return None
         parts = [f"{name} {1e3 * seconds / n:.1f}" for name, seconds in self._seconds.items()]

@@ -1,4 +1,4 @@
-"""A run's folder: who may write into it, what it holds, what a resume may change.
+"""The folder of a run: who may write into it, what it contains, what a resume may change.
 
 runs/NAME/ config.yaml  metrics.jsonl  summary.json  tensorboard/  report.html  report.png
            checkpoints/ step-000100/ …  last → step-000200  best → step-000100
@@ -21,6 +21,7 @@ from minillama.config import RunConfig
 from minillama.config.fields import NO_EFFECT, RESUMABLE
 from minillama.config.loading import flatten
 from minillama.config.run import to_yaml, with_mark
+from minillama.data.prepare import Prepared
 from minillama.errors import ConfigError, DivergedError, FieldError, RunFolderError
 from minillama.files import (
     explain_write_errors,
@@ -30,8 +31,9 @@ from minillama.files import (
     replace_link,
     write_atomic,
 )
-from minillama.training.checkpoint_folders import step_folders, step_of
-from minillama.training.outcome import hash_config
+from minillama.plugins import plugin_source_hash
+from minillama.training.checkpoint_folders import resolve_checkpoint, step_folders, step_of
+from minillama.training.summary import hash_config
 
 OURS = (
     "config.yaml",
@@ -47,16 +49,20 @@ OURS = (
     "tensorboard",
     ".torchrun",
 )
-"""What an overwritten run loses, in this order; a folder only if nothing else is in it."""
+"""What --overwrite removes, in this order; a folder only if nothing else is in it."""
 
 MAY_CHANGE = with_mark(NO_EFFECT) | with_mark(RESUMABLE)
-"""The fields in which a resumed run may differ from its beginning."""
+"""The fields that may change when a run is resumed.
+
+What to do about a non-finite update is among them: a run that was stopped by one may continue from
+its last checkpoint with another rule.
+"""
 
 _log = logging.getLogger("minillama")
 
 
 class RunFolder:
-    """The folder of one run; get it from :meth:`claim`, which keeps all others out."""
+    """The folder of one run; :meth:`claim` keeps all other processes out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,11 +75,11 @@ class RunFolder:
     @classmethod
     @contextmanager
     def claim(cls, path: Path, *, resume: bool, overwrite: bool) -> Iterator[RunFolder]:
-        """Make the folder, make sure that it can be written, and hold it alone.
+        """Create the folder, make sure that it can be written, and lock it.
 
         Raises:
-            ConfigError: it is a file, or it holds a run and nothing says what is to become of it.
-            RunFolderError: it cannot be written, or another run is writing into it now.
+            ConfigError: it is a file, or it contains a run and neither flag is given.
+            RunFolderError: it cannot be written, or another run is writing into it.
         """
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite exclude each other; give one of them")
@@ -83,7 +89,7 @@ class RunFolder:
         folder = cls(path)
         with explain_write_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            # Without a name of its own, so that two that begin at once do not miss their file.
+            # An unnamed file: two runs that start at once must not remove each other's.
             with tempfile.TemporaryFile(dir=path) as trial:
                 trial.write(b"this folder can be written")
                 trial.flush()
@@ -106,31 +112,31 @@ class RunFolder:
         summary = self.read_summary()
         what = "a finished run" if summary and summary["finished"] else "an unfinished run"
         raise ConfigError(
-            f"{self.path} already holds {what}; --resume goes on with it, --overwrite replaces it, "
+            f"{self.path} already contains {what}; --resume continues it, --overwrite replaces it, "
             "out_dir=FOLDER keeps it"
         )
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Say of a fault in writing what is safe, and how to go on.
+        """Explain a write error: which checkpoint is safe, and how to continue.
 
         Raises:
-            RunFolderError: the body met one.
+            RunFolderError: the body raised an OSError.
         """
         try:
             with explain_write_errors(self.path):
                 yield
         except RunFolderError as error:
             newest = self.newest()
-            safe = f"{newest} is whole" if newest else "no checkpoint was written before"
+            safe = f"{newest} is complete" if newest else "no checkpoint was written before"
             raise RunFolderError(
-                f"{error}; {safe}; make room or choose another out_dir, then go on by --resume"
+                f"{error}; {safe}; free some space or choose another out_dir, then use --resume"
             ) from error
 
     def restarted(self) -> bool:
-        """Tell whether torchrun has started the run that is in here again, after a death.
+        """Return whether torchrun has restarted the run in this folder after a process died.
 
-        A run of before, which this one was refused to mix with or was to replace, is another.
+        An older run in this folder, started by another torchrun, does not count.
         """
         try:
             job = self._job.read_text(encoding="utf-8")
@@ -139,7 +145,7 @@ class RunFolder:
         return launch.restarts() > 0 and job == launch.job_id()
 
     def begin(self, config: RunConfig) -> None:
-        """Write the config and make room for checkpoints; an older summary is true no longer."""
+        """Write the config, remove an outdated summary, and create the folder of checkpoints."""
         if launch.by_torchrun():
             write_atomic(self._job, launch.job_id())
         self.summary.unlink(missing_ok=True)
@@ -147,7 +153,7 @@ class RunFolder:
         write_atomic(self.config, to_yaml(config))
 
     def clear(self) -> None:
-        """Remove what a run leaves, and nothing that is not ours."""
+        """Remove what a run writes, and nothing else."""
         for pattern in OURS:
             for path in self.path.glob(pattern):
                 if path.is_symlink() or path.is_file():
@@ -160,22 +166,42 @@ class RunFolder:
     # ---------------------------------------------------------------------------- checkpoints
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint; its name alone says that it is whole."""
+        """Return the newest checkpoint; it would not have its name if it were incomplete."""
         folders = step_folders(self.checkpoints)
         return folders[-1] if folders else None
 
-    def holds(self, step: int) -> bool:
-        """Tell whether the checkpoint of ``step`` is there."""
+    def own_checkpoint(self, path: str | Path) -> Path:
+        """Return the checkpoint at ``path``, which must be one of this run.
+
+        Raises:
+            ConfigError: there is none, or it is in another folder.
+        """
+        checkpoint = resolve_checkpoint(path).resolve()
+        if checkpoint.parent != self.checkpoints.resolve():
+            raise ConfigError(
+                f"{path} is not a checkpoint in {self.checkpoints}; init_from={path} begins a new "
+                "run with its weights"
+            )
+        return checkpoint
+
+    def remove_checkpoints_after(self, step: int) -> None:
+        """Remove the checkpoints that a run resumed from ``step`` will write again."""
+        for folder in step_folders(self.checkpoints):
+            if step_of(folder) > step:
+                remove_folder(folder)
+
+    def has_checkpoint(self, step: int) -> bool:
+        """Return whether the checkpoint of ``step`` exists."""
         return self._step_folder(step).exists()
 
     def save(
         self, step: int, best_step: int | None, keep_last: int, write: Callable[[Path], None]
     ) -> None:
-        """Let ``write`` make the checkpoint of ``step``, unless it is there, and drop older ones.
+        """Call ``write`` for the checkpoint of ``step``, unless it exists, and remove older ones.
 
-        The ``keep_last`` newest stay, and the best.
+        The ``keep_last`` newest are kept, and the best.
         """
-        if not self.holds(step):
+        if not self.has_checkpoint(step):
             write(self._step_folder(step))
         self.link(step, best_step)
         folders = step_folders(self.checkpoints)
@@ -185,10 +211,10 @@ class RunFolder:
                 remove_folder(folder)
 
     def link(self, step: int, best_step: int | None) -> None:
-        """Let ``last`` and ``best`` lead to the checkpoints of these steps."""
+        """Point ``last`` and ``best`` at the checkpoints of these steps."""
         for name, target in (("last", step), ("best", best_step)):
             link = self.checkpoints / name
-            if target is None or not self.holds(target):
+            if target is None or not self.has_checkpoint(target):
                 if link.is_symlink():
                     link.unlink()
             elif not (link.is_symlink() and link.resolve() == self._step_folder(target).resolve()):
@@ -200,11 +226,11 @@ class RunFolder:
     # -------------------------------------------------------------------------------- summary
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json at once."""
+        """Write summary.json atomically."""
         write_atomic(self.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Return summary.json, or None where there is none that can be read."""
+        """Return summary.json, or None if it is missing or damaged."""
         try:
             summary = json.loads(self.summary.read_bytes())
         except (OSError, ValueError):
@@ -212,11 +238,11 @@ class RunFolder:
         return summary if isinstance(summary, dict) and "finished" in summary else None
 
     def finished(self, config: RunConfig, *, has_checkpoint: bool) -> dict[str, Any] | None:
-        """Return the summary of a run that has nothing left to do.
+        """Return the summary of a run that is already finished, else None.
 
         Raises:
-            DivergedError: it ended by divergence, as it would again with this config.
-            ConfigError: it has finished with another config, and no checkpoint to go on from.
+            DivergedError: it diverged, and would again with this config.
+            ConfigError: it finished with another config, and has no checkpoint to continue from.
         """
         summary = self.read_summary()
         if summary is None or not summary["finished"]:
@@ -226,14 +252,14 @@ class RunFolder:
             return None
         if summary["val_loss"] is None:
             raise DivergedError(
-                f"{self.path}: this run diverged after step {summary['steps']}, as it would again; "
-                "change its config, such as optim.lr, and start it with --overwrite, or go on by "
-                "train.on_nonfinite=skip"
+                f"{self.path}: this run diverged after step {summary['steps']} and would again; "
+                "change its config, such as optim.lr, and start it with --overwrite, or continue "
+                "with train.on_nonfinite=skip"
             )
         if not has_checkpoint and not same:
             raise ConfigError(
-                f"{self.path} holds the finished run of another config and no checkpoint to go on "
-                "from; --overwrite replaces it, out_dir=FOLDER keeps it"
+                f"{self.path} contains the finished run of another config and no checkpoint to "
+                "continue from; --overwrite replaces it, out_dir=FOLDER keeps it"
             )
         if summary["steps"] != config.train.steps:
             return None
@@ -243,27 +269,57 @@ class RunFolder:
 
 # ------------------------------------------------------------------------------------------ resume
 
+COMPARED_BY_CONTENT = ("data.source", "tokenizer.path", "plugins")
+"""What these fields name may have moved: a resume compares hashes of the content instead."""
 
-def check_resumable(saved: RunConfig, config: RunConfig, step: int, where: Path) -> None:
-    """Compare the config of a resumed run with the one that its checkpoint, of ``step``, has.
+
+def content_hashes(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
+    """Return the hashes, saved with a checkpoint, of what :data:`COMPARED_BY_CONTENT` names."""
+    return {
+        "data_sha256": prepared.meta.data_sha256,
+        "tokenizer_sha256": prepared.meta.tokenizer_sha256,
+        "plugins_sha256": plugin_source_hash(config.plugins),
+    }
+
+
+def check_config(saved: RunConfig, config: RunConfig, step: int, where: Path) -> None:
+    """Compare the config of a resumed run with that of its checkpoint, written at ``step``.
 
     Raises:
-        ConfigError: they differ in what decides the run's numbers; lists all such fields.
+        ConfigError: they differ in fields that decide the run's numbers; lists all of them.
     """
-    # What each of several processes can hold is another number than what one can.
+    # How much fits into memory depends on how many processes share the model.
     parallel = {saved.train.parallel, config.train.parallel} != {"none"}
     may_change = MAY_CHANGE | {"train.micro_batch_size"} if parallel else MAY_CHANGE
-    faults = [
+    errors = [
         FieldError(name, now, f"the run began with {before!r}")
         for name, (before, now) in differences(saved, config).items()
-        if name not in may_change
+        if name not in may_change and not name.startswith(COMPARED_BY_CONTENT)
     ]
     if step > config.train.steps:
         rule = f"the run has already made {step} steps"
-        faults.append(FieldError("train.steps", config.train.steps, rule))
-    if faults:
+        errors.append(FieldError("train.steps", config.train.steps, rule))
+    if errors:
         where = Path(f"{where} cannot be resumed with another config")
-        raise ConfigError.of(str(where), faults)
+        raise ConfigError.of(str(where), errors)
+
+
+def check_content(state: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
+    """Compare the content hashes in the ``state`` of a resumed run's checkpoint with those of now.
+
+    Raises:
+        ConfigError: the text, the tokenizer or the source of a plugin has changed.
+    """
+    for name, what in (
+        ("data_sha256", "data.source no longer gives the text"),
+        ("tokenizer_sha256", "tokenizer.path no longer gives the tokenizer"),
+        ("plugins_sha256", "plugins no longer have the source code"),
+    ):
+        if state[name] != now[name]:
+            raise ConfigError(
+                f"{where} cannot be resumed: {what} that the run began with; restore it, or start "
+                "again with --overwrite"
+            )
 
 
 def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:

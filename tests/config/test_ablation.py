@@ -48,7 +48,7 @@ def test_the_base_is_read_from_beside_the_ablation_and_can_be_overridden(ablatio
 
 
 @pytest.mark.parametrize(
-    ("override", "fault"),
+    ("override", "expected"),
     [
         ("baseline=c", "baseline = 'c': unknown arm 'c'; valid: a, b"),
         ("baseline=A", "did you mean 'a'?"),
@@ -69,11 +69,11 @@ def test_the_base_is_read_from_beside_the_ablation_and_can_be_overridden(ablatio
         ("xyzzy=1", "no such field"),
     ],
 )
-def test_a_wrong_entry_of_an_ablation_is_refused(ablation, override, fault):
+def test_a_wrong_entry_of_an_ablation_is_refused(ablation, override, expected):
     with pytest.raises(ConfigError) as error:
         ablation(override)
     assert len(error.value.field_errors) == 1
-    assert fault in str(error.value)
+    assert expected in str(error.value)
 
 
 def test_a_missing_base_file_is_refused(ablation):
@@ -90,6 +90,6 @@ def test_an_ablation_is_written_and_read_back_equal(ablation, tmp_path):
 def test_what_is_rays_alone_is_refused_without_it():
     with pytest.raises(ConfigError) as caught:
         check(RunnerConfig, {"gpus": 0.5, "retries": 1}, "test")
-    assert [fault.path for fault in caught.value.field_errors] == ["gpus", "retries"]
+    assert [expected.path for expected in caught.value.field_errors] == ["gpus", "retries"]
     assert "set kind: ray" in str(caught.value)
     assert check(RunnerConfig, {"kind": "ray", "gpus": 0.5, "retries": 0}, "test").gpus == 0.5

@@ -142,7 +142,7 @@ def accepts_or_refuses(file, overrides, load):
         assert to_yaml(load(file)) == to_yaml(config)  # a number that is none equals nothing
         return
     assert error.exit_status == 2
-    paths = [fault.path for fault in error.field_errors]
+    paths = [expected.path for expected in error.field_errors]
     assert len(set(paths)) == len(paths), str(error)
     assert "minillama" not in str(error)
 
@@ -208,7 +208,9 @@ def with_field(path, value):
 def test_every_field_refuses_nonsense_under_its_own_name(path):
     with pytest.raises(ConfigError) as error:
         parse_run(with_field(path, {"no": {"such": ["thing"]}}), "raw")
-    assert any(fault.path.startswith(path) for fault in error.value.field_errors), str(error.value)
+    assert any(expected.path.startswith(path) for expected in error.value.field_errors), str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize("path", FIELDS)

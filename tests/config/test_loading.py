@@ -53,11 +53,11 @@ class Outer(Section):
         return self
 
 
-def faults(raw):
+def errors_in(raw):
     with pytest.raises(ConfigError) as error:
         check(Outer, raw, "here")
     assert str(error.value).startswith("here: ")
-    return [str(fault) for fault in error.value.field_errors]
+    return [str(expected) for expected in error.value.field_errors]
 
 
 plain = st.recursive(
@@ -80,7 +80,7 @@ def test_a_sound_mapping_becomes_a_frozen_section():
             change()
 
 
-def test_all_faults_are_reported_at_once_each_with_its_path_value_and_rule():
+def test_all_errors_are_reported_at_once_each_with_its_path_value_and_rule():
     raw = {
         "name": 3,
         "limt": 1,
@@ -90,7 +90,7 @@ def test_all_faults_are_reported_at_once_each_with_its_path_value_and_rule():
             "words": ["left", "rihgt"],
         },
     }
-    assert faults(raw) == [
+    assert errors_in(raw) == [
         "name = 3: should be a valid string",
         "inner.depth = 'deep': should be a valid integer, unable to parse string as an integer",
         "inner.shape.width = None: is required",
@@ -101,66 +101,68 @@ def test_all_faults_are_reported_at_once_each_with_its_path_value_and_rule():
     ]
 
 
-def test_rules_about_two_fields_are_checked_though_others_are_at_fault():
+def test_rules_about_two_fields_are_checked_though_others_are_at_error():
     raw = {"name": 3, "inner": {"depth": 20, "shape": {"kind": "box", "width": 1, "height": 2}}}
-    assert faults(raw) == [
+    assert errors_in(raw) == [
         "name = 3: should be a valid string",
         "inner.shape.height = 2: is above width = 1",
         "inner.depth = 20: is above limit = 10",
     ]
 
 
-def test_a_missing_field_does_not_hide_the_other_faults():
-    assert faults({"limit": 1, "inner": {"depth": 3, "shape": {"kind": "box"}}}) == [
+def test_a_missing_field_does_not_hide_the_other_errors():
+    assert errors_in({"limit": 1, "inner": {"depth": 3, "shape": {"kind": "box"}}}) == [
         "inner.shape.width = None: is required",
         "inner.depth = 3: is above limit = 1",
     ]
 
 
-def test_a_field_at_fault_starts_no_second_complaint():
+def test_a_field_at_error_starts_no_second_complaint():
     # With limit dropped, its default 10 would be compared with the depth.
-    assert faults({"limit": -1, "inner": {"depth": 20}}) == [
+    assert errors_in({"limit": -1, "inner": {"depth": 20}}) == [
         "limit = -1: should be greater than or equal to 0"
     ]
-    assert faults({"inner": {"shape": {"kind": "box", "width": -3, "height": 2}}}) == [
+    assert errors_in({"inner": {"shape": {"kind": "box", "width": -3, "height": 2}}}) == [
         "inner.shape.width = -3: should be greater than 0"
     ]
 
 
 def test_a_field_of_another_section_is_pointed_to():
-    assert "did you mean inner.depth?" in faults({"depth": 3})[0]
-    assert "did you mean inner.shape.width?" in faults({"inner": {"width": 3}})[0]
+    assert "did you mean inner.depth?" in errors_in({"depth": 3})[0]
+    assert "did you mean inner.shape.width?" in errors_in({"inner": {"width": 3}})[0]
     # Not to itself, where only the kind is wrong for it.
-    assert faults({"inner": {"shape": {"kind": "disc", "width": 3}}}) == [
+    assert errors_in({"inner": {"shape": {"kind": "disc", "width": 3}}}) == [
         "inner.shape.width = 3: no such field; valid here: kind, radius"
     ]
 
 
 def test_a_dotted_name_in_a_file_is_told_how_to_nest():
-    assert faults({"inner.depth": 3}) == [
+    assert errors_in({"inner.depth": 3}) == [
         "inner.depth = 3: no such field; in a file, sections are nested: inner: {depth: ...}"
     ]
-    assert "nested: inner: {shape: {kind: ...}}" in faults({"inner.shape.kind": "box"})[0]
+    assert "nested: inner: {shape: {kind: ...}}" in errors_in({"inner.shape.kind": "box"})[0]
 
 
-def test_an_unknown_kind_is_the_only_fault_of_its_section():
-    assert faults({"inner": {"shape": {"kind": "bxo", "width": 3}}}) == [
+def test_an_unknown_kind_is_the_only_error_of_its_section():
+    assert errors_in({"inner": {"shape": {"kind": "bxo", "width": 3}}}) == [
         "inner.shape = {'kind': 'bxo', 'width': 3}: unknown kind 'bxo'; did you mean 'box'? "
         "valid: box, disc"
     ]
-    assert "needs a `kind`" in faults({"inner": {"shape": {"width": 3}}})[0]
+    assert "needs a `kind`" in errors_in({"inner": {"shape": {"width": 3}}})[0]
 
 
 @pytest.mark.parametrize("value", [None, 3, "words", [1]])
 def test_a_section_that_is_no_mapping_is_told_so(value):
-    assert faults({"inner": value}) == [f"inner = {value!r}: must be a mapping of fields"]
-    assert "must be a mapping of fields" in faults({"inner": {"shape": value}})[0]
+    assert errors_in({"inner": value}) == [f"inner = {value!r}: must be a mapping of fields"]
+    assert "must be a mapping of fields" in errors_in({"inner": {"shape": value}})[0]
 
 
 @pytest.mark.parametrize("value", [True, False])
 def test_truth_is_no_number(value):
-    assert faults({"limit": value}) == [f"limit = {value}: must be a number"]
-    assert "must be a number" in faults({"inner": {"shape": {"kind": "disc", "radius": value}}})[0]
+    assert errors_in({"limit": value}) == [f"limit = {value}: must be a number"]
+    assert (
+        "must be a number" in errors_in({"inner": {"shape": {"kind": "disc", "radius": value}}})[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_refuse_nothing_is_nothing():
 
 @given(st.dictionaries(st.sampled_from(["name", "limit", "inner", "x", ""]), plain, max_size=4))
 @settings(max_examples=200, deadline=None)
-def test_any_mapping_is_accepted_or_refused_with_its_faults(raw):
+def test_any_mapping_is_accepted_or_refused_with_its_errors(raw):
     try:
         check(Outer, raw, "here")
     except ConfigError as refused:
@@ -198,4 +200,4 @@ def test_any_mapping_is_accepted_or_refused_with_its_faults(raw):
     else:
         return
     assert error.field_errors
-    assert len({fault.path for fault in error.field_errors}) == len(error.field_errors)
+    assert len({expected.path for expected in error.field_errors}) == len(error.field_errors)

@@ -35,21 +35,21 @@ def load(tmp_path):
 
 
 @pytest.fixture
-def faults(load):
-    def faults(text="", *overrides):
+def errors_in(load):
+    def errors_in(text="", *overrides):
         with pytest.raises(ConfigError) as error:
             load(text, *overrides)
         assert error.value.exit_status == 2
-        return [str(fault) for fault in error.value.field_errors]
+        return [str(expected) for expected in error.value.field_errors]
 
-    return faults
+    return errors_in
 
 
 # ---------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
-    ("override", "fault"),
+    ("override", "expected"),
     [
         ("model.dim=130", "model.dim = 130: is not divisible by n_heads = 4; change one"),
         ("model.dim=12", "model.head_dim = 3: must be even, since RoPE rotates pairs of features"),
@@ -125,29 +125,29 @@ def faults(load):
         ("optim.learning_rate=1", "optim.learning_rate = 1: no such field"),
     ],
 )
-def test_a_wrong_entry_is_refused_with_its_path_value_and_rule(faults, override, fault):
-    found = faults("", override)
+def test_a_wrong_entry_is_refused_with_its_path_value_and_rule(errors_in, override, expected):
+    found = errors_in("", override)
     assert len(found) == 1
-    assert fault in found[0]
+    assert expected in found[0]
 
 
-def test_hybrid_placement_refuses_another_norm_of_queries_and_keys(faults):
-    found = faults("", "model.norm.placement=hybrid", "model.norm.qk_norm=head")
+def test_hybrid_placement_refuses_another_norm_of_queries_and_keys(errors_in):
+    found = errors_in("", "model.norm.placement=hybrid", "model.norm.qk_norm=head")
     assert found == [
         "model.norm.qk_norm = 'head': the hybrid placement norms q, k and v itself; "
         "leave this at none"
     ]
 
 
-def test_all_faults_of_all_layers_are_reported_at_once(faults, load, tmp_path):
+def test_all_errors_of_all_layers_are_reported_at_once(errors_in, load, tmp_path):
     text = """
 model: {dim: 126, n_kv_heads: 3, norm: {kind: rmsnrom, eps: -1}}
 data: {seq_len: 1000, source: {kind: files}}
 optim: {lr: -1, warmup_steps: 99999, lrr: 3}
 train: {micro_batch_size: 5}
 """
-    found = faults(text, "tokenizer.vocab_size=20")
-    assert {fault.split(" = ")[0] for fault in found} == {
+    found = errors_in(text, "tokenizer.vocab_size=20")
+    assert {expected.split(" = ")[0] for expected in found} == {
         "model.dim",
         "model.n_heads",
         "model.norm.kind",
@@ -164,26 +164,27 @@ train: {micro_batch_size: 5}
         load(text, "tokenizer.vocab_size=20")
     lines = str(error.value).splitlines()
     assert lines[0] == f"{tmp_path / 'config.yaml'}: {len(found)} errors"
-    assert lines[1:] == [f"  {fault}" for fault in found]
+    assert lines[1:] == [f"  {expected}" for expected in found]
 
 
-def test_a_bad_kind_brings_no_complaint_about_the_options_of_the_default_kind(faults):
-    assert len(faults("model: {norm: {kind: layernrm, options: {bias: false}}}")) == 1
-    assert len(faults("tokenizer: {kind: bytes, vocab_size: 259}")) == 1
+def test_a_bad_kind_brings_no_complaint_about_the_options_of_the_default_kind(errors_in):
+    assert len(errors_in("model: {norm: {kind: layernrm, options: {bias: false}}}")) == 1
+    assert len(errors_in("tokenizer: {kind: bytes, vocab_size: 259}")) == 1
 
 
-def test_unknown_names_are_refused_at_every_level(faults):
+def test_unknown_names_are_refused_at_every_level(errors_in):
     text = "data: {source: {kind: hub, path: x}}"
     sections = ["", "model.", "model.norm.", "tokenizer.", "data.", "data.source.", "optim."]
     for section in [*sections, "train.", "model.norm.options."]:
-        found = faults(text, f"{section}xyzzy=1")
+        found = errors_in(text, f"{section}xyzzy=1")
         assert found[0].startswith(f"{section}xyzzy = 1: no such field")
     assert (
-        "no such field" in faults("model: {rope_scaling: {kind: linear, factor: 2, xyzzy: 1}}")[0]
+        "no such field"
+        in errors_in("model: {rope_scaling: {kind: linear, factor: 2, xyzzy: 1}}")[0]
     )
 
 
-def test_faults_in_python_are_value_errors_that_name_the_rule():
+def test_errors_in_python_are_value_errors_that_name_the_rule():
     with pytest.raises(ValueError, match=r"dim = 10: is not divisible by n_heads = 4"):
         ModelConfig(dim=10)
 
@@ -396,8 +397,8 @@ def test_a_missing_plugin_is_refused(load):
 
 
 @pytest.mark.parametrize("value", ["mine.py", "[3]", "{a: 1}"])
-def test_plugins_that_are_no_list_of_words_are_refused(faults, value):
-    assert faults(f"plugins: {value}")[0].startswith("plugins")
+def test_plugins_that_are_no_list_of_words_are_refused(errors_in, value):
+    assert errors_in(f"plugins: {value}")[0].startswith("plugins")
 
 
 # ---------------------------------------------------------------- YAML and schema
@@ -523,7 +524,7 @@ def test_a_users_file_means_what_it_says(load):
     assert load(text, "model.dim=256").model.head_dim == 32
 
 
-def test_an_ablation_of_a_runs_config_fills_in_anew(load, tmp_path):
+def test_an_ablation_of_a_runs_config_fills_in_again(load, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(load("")))
     file = tmp_path / "ablation.yaml"

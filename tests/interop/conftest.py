@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every architecture that has a home elsewhere."""
+"""Tiny random checkpoints of every architecture that can be exported."""
 
 import pydoc_data.topics
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ HARD_TEXTS = (
     "<s>typed</s> <unk> <0x41>",
     "def f(x):\n    return x\n",
 )
-"""Texts on which tokenizers like to differ."""
+"""Texts on which tokenizers often differ."""
 
 Save = Callable[..., Path]
 

@@ -67,7 +67,7 @@ def reasons(target: str, norm: dict[str, Any], **fields: Any) -> dict[str, str]:
     ],
 )
 @pytest.mark.parametrize("target", ["transformers", "llama.cpp"])
-def test_what_has_no_home_elsewhere_is_refused_and_named(norm, fields, path, target):
+def test_a_model_without_an_architecture_is_refused_with_the_field(norm, fields, path, target):
     llama = "LlamaForCausalLM" if target == "transformers" else "llama"
     assert path in reasons(target, norm, **fields)[llama]
 
@@ -83,7 +83,7 @@ def test_every_reason_is_listed_and_the_nearest_architecture_comes_first():
     assert "model.norm.qk_norm = 'none', not 'head'" in found["Qwen3ForCausalLM"]
 
 
-def test_what_only_one_format_lacks_is_refused_there_alone():
+def test_what_only_one_format_lacks_is_refused_only_there():
     weightless = {"kind": "layernorm", "options": {"affine": False}, "eps": 1e-6}
     assert "fixed at 1e-05 there" in reasons("transformers", weightless)["OlmoForCausalLM"]
     assert architecture_of(model(weightless), "llama.cpp").gguf == "olmo"
@@ -105,7 +105,7 @@ def test_what_only_one_format_lacks_is_refused_there_alone():
 
 @rows
 def test_no_field_of_the_config_can_be_lost_unnoticed(row):
-    """Whoever adds a field must say here what becomes of it elsewhere."""
+    """Whoever adds a field must say here how it is exported."""
     required = {path.removeprefix("norm.") for path in row.requires}
     assert set(NormConfig.model_fields) - {"eps", "options"} <= required
     options = {name.removeprefix("options.") for name in required if name.startswith("options.")}

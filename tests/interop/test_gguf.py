@@ -1,4 +1,4 @@
-"""Against llama.cpp itself, which the xllamacpp wheel has inside."""
+"""Against llama.cpp itself, which the xllamacpp wheel contains."""
 
 import json
 import urllib.request
@@ -133,7 +133,7 @@ def test_smaller_types_are_close(dtype, within, save, tmp_path):
     assert 0 < difference(ours, LlamaCpp(file), tokenizer.encode("a")[0]) < within
 
 
-def test_a_space_in_front_goes_along(save, bpe, tmp_path, hard_texts):
+def test_a_space_prefix_is_exported(save, bpe, tmp_path, hard_texts):
     ours, _, config = load_checkpoint(save())
     prefixed = write_pieces(read_pieces(bpe.read_bytes()).pieces, (0, 1, 2), add_dummy_prefix=True)
     tokenizer = SentencePieceTokenizer(prefixed)
@@ -165,14 +165,14 @@ def test_metadata_are_what_the_gguf_package_reads(save, bpe, tmp_path):
     assert kinds["output_norm.weight"] == "F32"
 
 
-def test_rows_that_are_no_whole_blocks_stay_f16(save, tmp_path):
+def test_rows_of_partial_blocks_stay_f16(save, tmp_path):
     export(save(ffn_dim=80), tmp_path / "m.gguf", "q8_0")
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert kinds["blk.0.ffn_down.weight"] == "F16"
     assert kinds["blk.0.ffn_up.weight"] == "Q8_0"
 
 
-def test_rows_that_turn_together_come_to_stand_side_by_side():
+def test_rows_that_rotate_together_become_neighbours():
     weight = np.arange(16, dtype=np.float32).reshape(16, 1)
     turned = interleave(weight, 8)
     assert turned[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
@@ -199,7 +199,7 @@ def test_what_llama_cpp_cannot_compute_is_refused(refused):
     refused(r"olmo2: model\.head_dim = 8, not dim / n_heads", architecture="olmo2", head_dim=8)
 
 
-def test_nothing_is_overwritten_and_nothing_half_written_left(save, tmp_path, monkeypatch):
+def test_nothing_is_overwritten_or_left_half_written(save, tmp_path, monkeypatch):
     folder = save()
     (tmp_path / "m.gguf").write_text("mine")
     with pytest.raises(ConfigError, match="already exists"):

@@ -1,3 +1,4 @@
+import os
 from typing import Any
 
 import gguf
@@ -151,3 +152,6 @@ def test_an_unsupported_tokenizer_is_left_out(save, tmp_path, monkeypatch):
 def test_no_such_file(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         import_model(tmp_path / "m.gguf", tmp_path / "out")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        import_model(tmp_path / "pipe.gguf", tmp_path / "out")

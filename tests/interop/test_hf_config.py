@@ -75,7 +75,7 @@ def test_what_is_written_is_read_back(row, heads, head_dim, scaling, theta, eps,
 
 
 @pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.gguf)
-def test_an_empty_config_means_what_transformers_takes_it_for(row):
+def test_missing_keys_have_the_defaults_of_transformers(row):
     """Only keys that no one leaves out are set; the defaults of the others must be theirs."""
     raw = LLAMA | {"architectures": [row.model_class], "model_type": row.model_type}
     if row.model_type == "qwen3":
@@ -133,13 +133,13 @@ def test_what_cannot_be_imported_is_named(base, change, named):
     assert named in str(caught.value)
 
 
-def test_all_faults_are_told_at_once():
+def test_all_errors_are_reported_at_once():
     with pytest.raises(CheckpointError) as caught:
         read(LLAMA | {"mlp_bias": True, "hidden_act": "relu", "vocab_size": 0})
     assert all(key in str(caught.value) for key in ("mlp_bias", "hidden_act", "vocab_size"))
 
 
-def test_keys_that_are_off_or_harmless_are_let_pass():
+def test_keys_that_are_off_or_harmless_are_accepted():
     harmless = {
         "attention_bias": False,
         "rope_interleaved": False,

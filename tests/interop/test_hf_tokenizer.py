@@ -58,7 +58,7 @@ def test_any_text_gets_the_same_ids(tokenizers, text, repetitive):
             assert theirs.encode(sample, add_special_tokens=False) == ours.encode(sample)
 
 
-def test_special_tokens_are_special_only_if_one_asks_for_it(tokenizers):
+def test_special_tokens_are_special_only_if_asked_for(tokenizers):
     for ours, theirs in tokenizers:
         assert (theirs.unk_token_id, theirs.bos_token_id, theirs.eos_token_id) == (0, 1, 2)
         assert theirs.pad_token_id == 0
@@ -109,7 +109,7 @@ def test_a_space_in_front_of_some_texts_only_is_refused(tokenizers, tmp_path):
         read_back(tmp_path)
 
 
-def test_a_byte_tokenizer_is_known_again(tokenizers, tmp_path):
+def test_a_byte_tokenizer_is_recognised(tokenizers, tmp_path):
     (_, theirs), (_, others), _ = tokenizers
     theirs.save_pretrained(tmp_path)
     assert hf_tokenizer.is_byte_json(json.loads((tmp_path / "tokenizer.json").read_text()))
@@ -154,7 +154,7 @@ def test_another_tokenizer_is_refused_by_name(pieces, tmp_path, change, said):
     assert said in str(caught.value)
 
 
-def test_a_model_that_others_cannot_follow_is_not_exported(bpe, tmp_path):
+def test_a_model_that_others_would_encode_differently_is_refused(bpe, tmp_path):
     # protobuf merges what is appended: remove_extra_whitespaces = 1 in the normalizer's settings.
     (tmp_path / "tokenizer.model").write_bytes(bpe.read_bytes() + b"\x1a\x02\x20\x01")
     with pytest.raises(ConfigError, match="would not give the same ids: it removes extra spaces"):

@@ -88,7 +88,7 @@ def test_greedy_text_is_equal_for_200_tokens(architecture, save, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "byte"])
-def test_the_tokenizer_goes_along_without_a_warning(
+def test_the_tokenizer_is_exported_without_a_warning(
     kind, save, tmp_path, hard_texts, caplog, monkeypatch
 ):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
@@ -116,7 +116,7 @@ def test_log_likelihoods_equal_those_of_transformers(save, tmp_path):
     assert evaluate(ours, ids)["loss"] == pytest.approx(theirs_loss.item(), rel=1e-6)
 
 
-def test_the_card_tells_norm_data_and_metrics(save, tmp_path):
+def test_the_card_shows_norm_data_and_metrics(save, tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     folder = save("qwen3", name="run/checkpoints/step-000050")
@@ -260,13 +260,13 @@ def test_half_precision_becomes_float32_without_loss(tmp_path, bpe):
     assert torch.equal(ours.embed.weight, model.get_input_embeddings().weight.float())
 
 
-def test_a_byte_model_comes_back_as_one(save, tmp_path):
+def test_a_byte_model_is_imported_as_one(save, tmp_path):
     export(save(tokenizer="byte"), tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "back")
     assert isinstance(load_checkpoint(tmp_path / "back")[1], ByteTokenizer)
 
 
-def test_a_model_without_a_tokenizer_knows_ids(tmp_path, bpe):
+def test_a_model_without_a_tokenizer_takes_ids(tmp_path, bpe):
     model, folder = theirs(tmp_path, bpe, "llama", vocab_size=64)
     (folder / "tokenizer.model").unlink()
     assert "it takes token ids only" in import_model(folder, tmp_path / "ours")
@@ -281,7 +281,7 @@ def test_a_model_without_a_tokenizer_knows_ids(tmp_path, bpe):
         export_gguf(tmp_path / "ours", tmp_path / "m.gguf")
 
 
-def test_another_tokenizer_json_goes_along_as_it_is(tmp_path, bpe, hard_texts):
+def test_another_tokenizer_json_is_kept_as_it_is(tmp_path, bpe, hard_texts):
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator(["the cat sat on the mat"] * 9, 300, special_tokens=["<|end|>"])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
@@ -305,7 +305,7 @@ def test_another_tokenizer_json_goes_along_as_it_is(tmp_path, bpe, hard_texts):
         export_gguf(tmp_path / "ours", tmp_path / "m.gguf")
 
 
-def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path, bpe):
+def test_a_tokenizer_that_cannot_be_used_is_reported(tmp_path, bpe):
     _, folder = theirs(tmp_path, bpe, "llama")
     (folder / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # of tiktoken, as Llama 3 has it
     with pytest.raises(CheckpointError, match=r"tokenizer\.model: not a sentencepiece model"):
@@ -313,7 +313,7 @@ def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path, bpe):
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Change weights of a saved model; None takes one away."""
+    """Change weights of a saved model; None removes one."""
     file = folder / "model.safetensors"
     weights = load_file(file) | changes
     save_file({name: w for name, w in weights.items() if w is not None}, file, {"format": "pt"})
@@ -366,7 +366,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path, bpe):
         import_model(folder, tmp_path / "ours")
 
 
-def test_what_is_no_folder_of_transformers_is_told(tmp_path, save):
+def test_a_folder_that_is_not_from_transformers_is_refused(tmp_path, save):
     with pytest.raises(ConfigError, match="no such folder"):
         import_model(tmp_path / "nowhere", tmp_path / "ours")
     (tmp_path / "some").mkdir()

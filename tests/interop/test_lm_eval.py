@@ -44,7 +44,7 @@ metric_list: [{metric: bits_per_byte}]
 
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what runs a task on a folder and gives its result and its log-likelihoods."""
+    """Return a function that runs a task on a folder: its result and its log-likelihoods."""
     pytest.importorskip("accelerate")
     lm_eval, tasks = pytest.importorskip("lm_eval"), pytest.importorskip("lm_eval.tasks")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

@@ -99,7 +99,7 @@ def plugin_config(tmp_path, scratch_registries):
     return path
 
 
-def test_a_norm_of_ones_own_in_a_plugin_file_is_used_by_name(plugin_config):
+def test_a_norm_of_a_users_own_in_a_plugin_file_is_used_by_name(plugin_config):
     config = load_config(plugin_config)
     assert config.model.norm.options == {"c": 0.5, "affine": True}
     spec = NORM_KINDS.get("clipnorm")
@@ -118,7 +118,7 @@ def _column(first, second, dim):
 
 
 @pytest.mark.parametrize(
-    ("override", "fault"),
+    ("override", "expected"),
     [
         ("model.norm.options.d=1", "model.norm.options.d = 1: no such field"),
         ("model.norm.options.c=wide", "model.norm.options.c = 'wide': should be a valid number"),
@@ -126,10 +126,10 @@ def _column(first, second, dim):
         ("model.norm.kind=clipnrom", "did you mean 'clipnorm'"),
     ],
 )
-def test_options_of_a_norm_of_ones_own_are_checked(plugin_config, override, fault):
+def test_options_of_a_norm_of_a_users_own_are_checked(plugin_config, override, expected):
     with pytest.raises(ConfigError) as error:
         load_config(plugin_config, [override])
-    assert fault in str(error.value)
+    assert expected in str(error.value)
     assert len(error.value.field_errors) == 1
 
 

@@ -220,7 +220,7 @@ def test_deepnorm_divides_the_start_of_some_weights():
 # ---------------------------------------------------------------- rows of one's own
 
 
-def test_a_row_of_ones_own_is_used_by_name(scratch_registries):
+def test_a_row_of_a_users_own_is_used_by_name(scratch_registries):
     def slots(layer, n_layers):
         return Slots(input=True, alpha=2.0, mlp=Slots(output=True))
 

@@ -29,16 +29,16 @@ def test_a_model_fits_its_own_config(norm):
 )
 def test_what_differs_is_named(changed, named):
     shapes = {name: weight.shape for name, weight in Transformer(config()).state_dict().items()}
-    faults = misfits(config(**changed), shapes)
-    assert len(faults) == len(named)
-    assert all(fault.startswith(name) for fault, name in zip(faults, named, strict=True))
+    errors_in = misfits(config(**changed), shapes)
+    assert len(errors_in) == len(named)
+    assert all(expected.startswith(name) for expected, name in zip(errors_in, named, strict=True))
 
 
 def test_absurd_sizes_are_named():
     scaling = {"kind": "llama3", "original_max_seq_len": MAX_SIZE + 1}
     large = config(vocab_size=10**30, n_layers=100, rope_scaling=scaling)
-    faults = absurd_sizes(large, 20)
-    assert [fault.split(" ")[0] for fault in faults] == [
+    errors_in = absurd_sizes(large, 20)
+    assert [expected.split(" ")[0] for expected in errors_in] == [
         "vocab_size",
         "original_max_seq_len",
         "100",

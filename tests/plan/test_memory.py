@@ -111,6 +111,19 @@ def test_measuring_draws_no_random_numbers_and_happens_once() -> None:
     assert memory._measure.cache_info().misses == misses
 
 
+def test_torchs_defaults_change_no_estimate() -> None:
+    config = ModelConfig.model_validate(SHAPE)
+    kept = measure_kept(config, Execution())
+    memory._measure.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        assert measure_kept(config, Execution()) == kept
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
 def test_layers_of_each_kind_are_counted() -> None:
     kinds = {
         placement: layer_kinds(

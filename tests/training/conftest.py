@@ -47,13 +47,13 @@ def tiny(text_file, tmp_path):
 
 @pytest.fixture
 def before_step(monkeypatch):
-    """Return a function that lets ``action`` happen just before one ``step``; None: at none."""
+    """Return a function that calls ``action`` just before one ``step``; None: never."""
     original, plan = Batches.batch_at, {}
 
-    def batch_at(self, index):
+    def batch_at(self, index, rows):
         if index + 1 in plan:
             plan[index + 1]()
-        return original(self, index)
+        return original(self, index, rows)
 
     def arrange(step, action):
         plan.clear()

@@ -17,13 +17,13 @@ def load(tmp_path):
 
 
 @pytest.fixture
-def faults(load):
-    def faults(text):
+def errors_in(load):
+    def errors_in(text):
         with pytest.raises(ConfigError) as error:
             load(text)
         return [str(found) for found in error.value.field_errors]
 
-    return faults
+    return errors_in
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def sentencepiece_model(tmp_path_factory):
     return path
 
 
-def test_a_sentencepiece_model_says_its_own_size(load, faults, sentencepiece_model, monkeypatch):
+def test_a_sentencepiece_model_says_its_own_size(load, errors_in, sentencepiece_model, monkeypatch):
     size = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model)).vocab_size()
     monkeypatch.chdir(sentencepiece_model.parent)
     config = load("tokenizer: {path: mine.model}")
@@ -49,17 +49,17 @@ def test_a_sentencepiece_model_says_its_own_size(load, faults, sentencepiece_mod
     assert config.tokenizer.path == str(sentencepiece_model)  # so that any folder can be current
     assert assemble(config) == config
     assert load(f"tokenizer: {{path: mine.model, vocab_size: {size}}}") == config
-    found = faults("tokenizer: {path: mine.model, vocab_size: 300}")
+    found = errors_in("tokenizer: {path: mine.model, vocab_size: 300}")
     assert found == [
         f"tokenizer.vocab_size = 300: the model at tokenizer.path has {size} ids; leave this out"
     ]
 
 
-def test_a_file_that_is_no_sentencepiece_model_is_refused(faults, tmp_path):
+def test_a_file_that_is_no_sentencepiece_model_is_refused(errors_in, tmp_path):
     for content in (b"", b"hello", b"\0" * 99):
         (tmp_path / "wrong.model").write_bytes(content)
-        found = faults(f"tokenizer: {{path: '{(tmp_path / 'wrong.model').as_posix()}'}}")
+        found = errors_in(f"tokenizer: {{path: '{(tmp_path / 'wrong.model').as_posix()}'}}")
         assert "is not a sentencepiece model file" in found[0]
-    assert "no such file" in faults(f"tokenizer: {{path: '{tmp_path.as_posix()}'}}")[0]
+    assert "no such file" in errors_in(f"tokenizer: {{path: '{tmp_path.as_posix()}'}}")[0]
     missing = "tokenizer.path = 'nowhere.model': no such file"
-    assert faults("tokenizer: {path: nowhere.model}") == [missing]
+    assert errors_in("tokenizer: {path: nowhere.model}") == [missing]

@@ -19,7 +19,7 @@ from minillama.training.checkpoint import (
     WEIGHTS,
     hash_tensors,
     load_checkpoint,
-    read_for_resume,
+    read_checkpoint,
     resolve_checkpoint,
     save_checkpoint,
     step_folders,
@@ -69,7 +69,7 @@ def test_a_bpe_tokenizer_and_the_trainers_state_come_along(saved, bpe):
     assert names_in(folder) == [CONFIG, WEIGHTS, TOKENIZER, TRAINER_STATE]
     _, tokenizer, _ = load_checkpoint(folder)
     assert tokenizer.sha256 == bpe.sha256
-    resumed = read_for_resume(folder)
+    resumed = read_checkpoint(folder, for_resume=True)
     assert resumed.config == config
     assert resumed.state["progress"] == STATE["progress"]
     assert torch.equal(resumed.state["optimizer"][0]["step"], torch.tensor(3.0))
@@ -81,6 +81,26 @@ def test_other_programs_can_read_the_files(saved):
     assert set(weights) == set(dict(model.named_parameters()))
     assert json.loads((folder / CONFIG).read_text()) == config.model_dump(mode="json")
     torch.load(folder / TRAINER_STATE, weights_only=True)
+
+
+@pytest.mark.parametrize("default", ["meta", torch.float64, torch.bfloat16])
+def test_torchs_default_device_and_dtype_change_no_loaded_model(tiny, tmp_path, default):
+    config = tiny()
+    model = Transformer(config.model)
+    save_checkpoint(tmp_path / "step-000001", model, ByteTokenizer(), config)
+    tokens = torch.arange(6)[None]
+    expected = model(tokens)
+    try:
+        if default == "meta":
+            torch.set_default_device(default)
+        else:
+            torch.set_default_dtype(default)
+        loaded = load_checkpoint(tmp_path / "step-000001")[0]
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert {w.dtype for w in loaded.parameters()} == {torch.float32}
+    assert torch.equal(loaded(tokens), expected)
 
 
 def test_a_tokenizer_that_moved_since_the_run_is_not_needed(tiny, tmp_path, bpe):
@@ -122,7 +142,7 @@ def test_a_damaged_file_is_refused_by_name_and_a_sound_checkpoint_offered(saved,
     shutil.copytree(folder, folder.with_name("step-000001"))
     pattern = rf"step-000003/{name} is .*sound checkpoint beside it is .*{sound.name}$"
     with pytest.raises(CheckpointError, match=pattern):
-        read_for_resume(folder)
+        read_checkpoint(folder, for_resume=True)
     if name != TRAINER_STATE:
         with pytest.raises(CheckpointError, match=pattern):
             load_checkpoint(folder)
@@ -149,7 +169,7 @@ def flip_bits_of(saved, n_flips):
             data[draw.randrange(limit)] ^= 1 << draw.randrange(8)
             (folder / name).write_bytes(data)
             try:
-                resumed = read_for_resume(folder)
+                resumed = read_checkpoint(folder, for_resume=True)
             except CheckpointError as error:
                 outcomes.append(str(error))
             else:
@@ -163,7 +183,7 @@ def flip_bits_of(saved, n_flips):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS, TOKENIZER, TRAINER_STATE])
-def test_a_file_cut_anywhere_is_refused_by_name_and_the_newest_sound_one_offered(saved, name):
+def test_a_truncated_file_is_refused_and_a_sound_checkpoint_offered(saved, name):
     folder, _, _ = saved
     for step in (1, 2):
         shutil.copytree(folder, folder.with_name(f"step-{step:06d}"))
@@ -172,7 +192,7 @@ def test_a_file_cut_anywhere_is_refused_by_name_and_the_newest_sound_one_offered
     for _ in range(100):
         (folder / name).write_bytes(sound[: draw.randrange(len(sound))])
         with pytest.raises(CheckpointError, match=rf"step-000003/{name} is .*step-000001$"):
-            read_for_resume(folder)
+            read_checkpoint(folder, for_resume=True)
 
 
 def test_without_another_checkpoint_none_is_offered(saved):
@@ -193,7 +213,7 @@ def test_weights_of_another_shape_are_refused_by_name(saved):
     for part in (
         "blocks.0.mlp.up_proj.weight is (3, 32), the model needs (96, 32)",
         "final_norm.weight is missing",
-        "stray has no place in the model",
+        "stray is not in the model",
     ):
         assert part in str(caught.value)
 
@@ -213,7 +233,7 @@ def test_nothing_is_unpickled_that_is_not_data(saved):
     save_file(dict(model.state_dict()), folder / WEIGHTS)  # without checksums
     torch.save({"progress": os.system}, folder / TRAINER_STATE)
     with pytest.raises(CheckpointError, match=r"trainer_state\.pt is damaged"):
-        read_for_resume(folder)
+        read_checkpoint(folder, for_resume=True)
 
 
 def test_a_transformers_folder_is_told_apart(saved):
@@ -268,13 +288,13 @@ def test_trainer_state_that_outgrows_the_disk_is_the_same_line(saved, tmp_path, 
 
 def test_a_folder_that_is_there_or_has_no_parent_is_refused(saved, tmp_path, bpe):
     folder, model, config = saved
-    with pytest.raises(RunFolderError, match="is there already"):
+    with pytest.raises(RunFolderError, match="already exists"):
         save_checkpoint(folder, model, bpe, config)
     with pytest.raises(RunFolderError, match="No such file"):
         save_checkpoint(tmp_path / "no" / "step-000001", model, bpe, config)
 
 
-def test_the_hash_of_tensors_sees_names_shapes_types_and_bytes_but_no_order():
+def test_the_hash_of_tensors_covers_all_but_their_order():
     a, b = torch.arange(6.0), torch.ones(2)
     whole = hash_tensors({"a": a, "b": b})
     assert whole == hash_tensors({"b": b, "a": a})

@@ -14,7 +14,7 @@ def test_auto_takes_the_best_there_is():
 
 
 def test_a_device_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match="not there"):
+    with pytest.raises(ConfigError, match="does not exist here"):
         pick_device(f"cuda:{torch.cuda.device_count()}")
     with pytest.raises(ConfigError, match="unknown"):
         pick_device("gpu")

@@ -15,7 +15,7 @@ import torch
 from minillama.config.run import to_yaml
 from minillama.errors import RunFolderError
 from minillama.files import TEMPORARY_PREFIX
-from minillama.training.checkpoint import read_for_resume
+from minillama.training.checkpoint import read_checkpoint
 from minillama.training.run_folder import RunFolder
 from minillama.training.trainer import train
 
@@ -60,7 +60,7 @@ def assert_only_whole(config, steps):
     folders = {f"step-{step:06d}" for step in steps}
     assert names == folders | ({"last"} if steps else set())
     for name in names:
-        read_for_resume(checkpoints / name)
+        read_checkpoint(checkpoints / name, for_resume=True)
     assert not list(Path(config.out_dir).rglob(f"{TEMPORARY_PREFIX}*"))
 
 
@@ -68,7 +68,8 @@ def assert_goes_on_to_the_bit(config, whole):
     run(config, resume=True)
     run(whole)
     ours, theirs = (
-        read_for_resume(Path(c.out_dir) / "checkpoints" / "last") for c in (config, whole)
+        read_checkpoint(Path(c.out_dir) / "checkpoints" / "last", for_resume=True)
+        for c in (config, whole)
     )
     for name, weight in ours.weights.items():
         assert torch.equal(weight, theirs.weights[name])
@@ -81,8 +82,8 @@ def test_a_full_disk_at_the_first_save_or_a_later_one(
 ):
     config = tiny(**SAVING).model_copy(update={"out_dir": str(small_disk / "run")})
     before_step(step, lambda: fill(small_disk, leave))
-    safe = r"step-000004 is whole" if saved else "no checkpoint was written before"
-    with pytest.raises(RunFolderError, match=rf"No space left on device; .*{safe}; make room"):
+    safe = r"step-000004 is complete" if saved else "no checkpoint was written before"
+    with pytest.raises(RunFolderError, match=rf"No space left on device; .*{safe}; free"):
         run(config)
     before_step(None, None)
     assert_only_whole(config, saved)
@@ -154,9 +155,9 @@ def test_a_folder_that_loses_its_permission_midway_keeps_what_was_saved(tiny, tm
     checkpoints.chmod(0o755)
     assert process.returncode == 1
     assert "Permission denied" in said
-    assert f"{RunFolder(Path(config.out_dir)).newest()} is whole" in said
+    assert f"{RunFolder(Path(config.out_dir)).newest()} is complete" in said
     assert said.count("\n") == 1
-    read_for_resume(checkpoints / "last")
+    read_checkpoint(checkpoints / "last", for_resume=True)
 
 
 @pytest.mark.parametrize("what", ["", "checkpoints"])

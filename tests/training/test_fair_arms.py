@@ -23,8 +23,8 @@ def seen(monkeypatch):
     batches, weights = [], []
     batch_at, loss_sums = Batches.batch_at, Transformer.loss_sums
 
-    def watch_batches(self, step):
-        batch = batch_at(self, step)
+    def watch_batches(self, step, rows):
+        batch = batch_at(self, step, rows)
         batches.append(batch)
         return batch
 

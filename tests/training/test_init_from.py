@@ -141,7 +141,7 @@ def test_a_child_that_is_no_better_than_its_parent_has_not_diverged(write, tmp_p
 
 @pytest.mark.parametrize(
     ("damage", "rule"),
-    [("[1]", "holds no config"), ("{", "it is not JSON"), ('{"modle": 1}', "modle = 1")],
+    [("[1]", "is not a config"), ("{", "it is not JSON"), ('{"modle": 1}', "modle = 1")],
 )
 def test_what_cannot_be_begun_from_is_refused_as_a_fault_of_init_from(
     parent, damage, rule, tmp_path

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from minillama.training.interrupt import AgreedStop, StopSignal
+from minillama.training.interrupt import StopSignal, SyncedStopSignal
 
 
 def send(number=signal.SIGINT):
@@ -60,21 +60,21 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGINT, before)
 
 
-def test_several_processes_stop_where_they_agree_and_a_second_signal_changes_nothing():
+def test_ranks_stop_together_and_ignore_a_second_signal():
     heard = []
-    with AgreedStop(lambda flag: heard.append(flag) or flag) as stop:
-        stop.agree()
+    with SyncedStopSignal(lambda flag: heard.append(flag) or flag) as stop:
+        stop.sync()
         send()
         send(signal.SIGTERM)
         assert not stop.requested  # until all have been asked
-        stop.agree()
+        stop.sync()
         assert stop.requested
-        stop.agree()  # nobody need be asked again
+        stop.sync()  # nobody need be asked again
     assert heard == [False, True]
 
 
 def test_a_signal_that_another_process_got_leaves_the_breakable_body():
-    with AgreedStop(lambda flag: True) as stop:
+    with SyncedStopSignal(lambda flag: True) as stop:
         with stop.breakable():
             stop.check()
             raise AssertionError("the body went on")

@@ -5,13 +5,8 @@ import pytest
 
 from minillama.errors import ConfigError
 from minillama.training import loggers
-from minillama.training.loggers import (
-    MetricsLogger,
-    build_loggers,
-    check_loggers,
-    cut_metrics,
-    read_metrics,
-)
+from minillama.training.loggers import build_loggers, check_loggers
+from minillama.training.metrics import MetricsLogger, filter_metrics, read_metrics
 
 LINES = [
     {"step": 1, "loss": 0.1 + 0.2, "clipped": True},
@@ -64,7 +59,7 @@ def test_a_torn_line_is_left_out_with_a_word(tmp_path, caplog, torn):
     with path.open("ab") as file:
         file.write(torn)
     assert read_metrics(path) == LINES
-    assert "line 5 is torn" in caplog.text
+    assert "line 5 is incomplete" in caplog.text
 
 
 def test_metrics_that_are_not_there_are_the_users_fault(tmp_path):
@@ -74,10 +69,10 @@ def test_metrics_that_are_not_there_are_the_users_fault(tmp_path):
 
 def test_cutting_keeps_only_what_is_wanted(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    cut_metrics(path, lambda line: True)  # nothing to cut is no fault
+    filter_metrics(path, lambda line: True)  # nothing to cut is no fault
     assert not path.exists()
     write(path, [*LINES, {"step": 3, "loss": math.nan}])
-    cut_metrics(path, lambda line: line["step"] >= 2)
+    filter_metrics(path, lambda line: line["step"] >= 2)
     lines = read_metrics(path)
     assert lines[:2] == LINES[2:]
     assert math.isnan(lines[2]["loss"])
@@ -110,7 +105,7 @@ def test_tensorboard_gets_every_number_by_its_path(tmp_path):
     assert "val_bits_per_byte" not in scalars
 
 
-def test_a_resumed_run_hides_what_was_logged_after_the_step_it_goes_on_from(tmp_path):
+def test_tensorboard_hides_what_was_logged_after_the_resumed_step(tmp_path):
     pytest.importorskip("tensorboard")
     for step, value in ((0, 1.0), (1, 3.0)):
         built = build_loggers(["tensorboard"], tmp_path, step)

@@ -86,7 +86,7 @@ def with_gradients(*values):
     return [*parameters, torch.nn.Parameter(torch.zeros(3))]  # the last has no gradient
 
 
-def test_clipping_scales_all_gradients_together_and_returns_the_norm_before():
+def test_clipping_scales_all_gradients_and_returns_the_norm_before():
     parameters = with_gradients([3.0, 0.0], [4.0])
     assert clip_gradients(parameters, 1.0) == pytest.approx(5.0)
     torch.testing.assert_close(parameters[0].grad, torch.tensor([0.6, 0.0]))

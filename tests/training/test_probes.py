@@ -32,8 +32,8 @@ def probed_step(model, tokens_BT, lr=0.1):
     model.zero_grad()
     model.loss(tokens_BT, tokens_BT).backward()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    probe = StepProbe(model)
-    probe.before_update(tokens_BT)
+    probe = StepProbe(model, tokens_BT)
+    probe.before_update()
     torch.optim.SGD(model.parameters(), lr=lr).step()
     return probe.after_update(), before
 
@@ -117,8 +117,8 @@ def test_a_probe_changes_no_gradient_and_leaves_no_hook():
     plain, probed = build(), build()
     for model in (plain, probed):
         model.loss(tokens(), tokens()).backward()
-    probe = StepProbe(probed)
-    probe.before_update(tokens())
+    probe = StepProbe(probed, tokens())
+    probe.before_update()
     for a, b in zip(plain.parameters(), probed.parameters(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a.grad, b.grad)

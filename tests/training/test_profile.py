@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from minillama.training.profile import PARTS, SETTLED, TRACE, StepClock
+from minillama.training.profile import PARTS, TRACE, WARMUP, StepClock
 from minillama.training.trainer import train
 
 
 def test_a_clock_tells_the_mean_of_each_part_once_it_has_settled(tmp_path: Path) -> None:
     clock = StepClock(0, torch.device("cpu"))
-    assert clock.told() is None
-    for step in range(SETTLED + 4):
+    assert clock.report() is None
+    for step in range(WARMUP + 4):
         with clock.step(tmp_path / TRACE):
             with clock.part("forward"):
-                time.sleep(0.05 if step < SETTLED else 0.002)
+                time.sleep(0.05 if step < WARMUP else 0.002)
             time.sleep(0.001)
-    told = re.findall(r"(\w+) ([\d.]+)", str(clock.told()).partition("ms: ")[2])
-    times = {name: float(value) for name, value in told}
+    parts = re.findall(r"(\w+) ([\d.]+)", str(clock.report()).partition("ms: ")[2])
+    times = {name: float(value) for name, value in parts}
     assert set(times) == {*PARTS, "other"}
     assert 2 <= times["forward"] < 40
     assert times["other"] >= 1
@@ -46,7 +46,7 @@ def test_a_run_leaves_a_trace_that_viewers_open_and_the_same_weights(
     assert re.search(r"a step took [\d.]+ ms: data [\d.]+, forward", caplog.text)
     trace = json.loads((Path(config.out_dir) / TRACE).read_text())
     names = [event.get("name") for event in trace["traceEvents"]]
-    n = min(traced, steps - SETTLED)
+    n = min(traced, steps - WARMUP)
     for part in PARTS:
         assert names.count(part) >= n, part
     assert any(str(name).startswith("aten::") for name in names)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillama.config.run import OptimConfig
-from minillama.training.schedule import learning_rate
+from minillama.training.optim import learning_rate
 
 SCHEDULES = ["cosine", "linear", "constant", "wsd"]
 

@@ -6,7 +6,7 @@ from minillama.data.prepare import prepare
 from minillama.data.shards import TokenShards
 from minillama.errors import ConfigError
 from minillama.training.checkpoint import load_checkpoint
-from minillama.training.outcome import hash_config
+from minillama.training.summary import hash_config
 from minillama.training.trainer import train
 
 SHARDS = {"data.shard_tokens": 1000, "data.val_fraction": 0.3, "optim.schedule": "constant"}

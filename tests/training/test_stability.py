@@ -1,10 +1,16 @@
 import math
 
+import numpy as np
 import pytest
 
-from minillama.training.outcome import Progress
-from minillama.training.spikes import SPIKE_WINDOW
-from minillama.training.stability import remedies, verdict
+from minillama.training.stability import (
+    MIN_SPIKE_HISTORY,
+    SPIKE_WINDOW,
+    decide_update,
+    is_spike,
+    remedies,
+)
+from minillama.training.summary import Progress
 
 INF, NAN = math.inf, math.nan
 
@@ -12,34 +18,34 @@ INF, NAN = math.inf, math.nan
 @pytest.mark.parametrize(
     ("rule", "dtype", "loss", "norm", "in_a_row", "expected"),
     [
-        ("stop", "float32", 1.0, 1.0, 0, "make"),
+        ("stop", "float32", 1.0, 1.0, 0, "apply"),
         ("stop", "float32", NAN, 1.0, 0, "stop"),
         ("stop", "bfloat16", 1.0, INF, 0, "stop"),
         ("stop", "float16", 1.0, INF, 1, "skip"),
         ("stop", "float16", 1.0, INF, 2, "stop"),
         ("stop", "float16", NAN, NAN, 0, "stop"),
-        ("skip", "float32", 1.0, 1.0, 2, "make"),
+        ("skip", "float32", 1.0, 1.0, 2, "apply"),
         ("skip", "float32", INF, 1.0, 1, "skip"),
         ("skip", "float32", 1.0, NAN, 2, "stop"),
         ("skip", "float16", NAN, NAN, 1, "skip"),
-        ("run_on", "float32", NAN, NAN, 9, "make"),
+        ("run_on", "float32", NAN, NAN, 9, "apply"),
         ("run_on", "float16", NAN, NAN, 9, "skip"),
     ],
 )
 def test_what_becomes_of_an_update(tiny, rule, dtype, loss, norm, in_a_row, expected):
     fields = {"train.on_nonfinite": rule, "train.dtype": dtype, "train.max_skips": 2}
-    assert verdict(tiny(**fields).train, loss, norm, in_a_row) == expected
+    assert decide_update(tiny(**fields).train, loss, norm, in_a_row) == expected
 
 
-def test_progress_counts_skips_in_all_and_in_a_row_and_keeps_a_bounded_window():
+def test_progress_counts_skips_and_keeps_a_bounded_window():
     progress = Progress()
     for loss in [3.0, 3.1] * 100:
-        assert not progress.stepped(loss, 64, skipped=False)
+        assert not progress.count_step(loss, 64, skipped=False)
     for skipped in (True, True, False, True):
-        progress.stepped(NAN if skipped else 3.0, 64, skipped=skipped)
+        progress.count_step(NAN if skipped else 3.0, 64, skipped=skipped)
     assert (progress.skipped, progress.skipped_in_a_row) == (3, 1)
     assert (progress.step, progress.tokens) == (204, 204 * 64)
-    assert progress.stepped(1e9, 64, skipped=False)
+    assert progress.count_step(1e9, 64, skipped=False)
     assert progress.spikes == 1
     assert len(progress.losses_before) == SPIKE_WINDOW
     assert all(map(math.isfinite, progress.losses_before))
@@ -57,3 +63,12 @@ def test_the_advice_is_what_the_config_does_not_have_yet(tiny):
     said = remedies(tiny(**careful))
     assert said == "try a lower optim.lr (now 0.003) or a longer optim.warmup_steps (now 4)"
     assert "qk_norm" not in remedies(tiny(**{"model.norm.placement": "hybrid"}))
+
+
+def test_a_spike_stands_out_from_the_losses_before_it():
+    losses = np.random.default_rng(0).normal(3, 0.1, 300).tolist()
+    assert is_spike(4.0, losses[:MIN_SPIKE_HISTORY])
+    assert not is_spike(3.2, losses)
+    assert not is_spike(4.0, losses[: MIN_SPIKE_HISTORY - 1])
+    for value in (math.nan, math.inf):  # not a spike: something else becomes of it
+        assert not is_spike(value, losses)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from minillama.config import load_config
-from minillama.data.batches import Batches
 from minillama.data.prepare import prepare
 from minillama.errors import (
     CheckpointError,
@@ -26,8 +25,8 @@ from minillama.errors import (
 from minillama.evaluation import evaluate
 from minillama.model.kernels import IGNORED
 from minillama.model.transformer import Transformer
-from minillama.training.checkpoint import hash_tensors, load_checkpoint, read_for_resume
-from minillama.training.loggers import read_metrics
+from minillama.training.checkpoint import hash_tensors, load_checkpoint, read_checkpoint
+from minillama.training.metrics import read_metrics
 from minillama.training.run_folder import RunFolder
 from minillama.training.trainer import Trainer, train
 
@@ -55,16 +54,11 @@ def metrics(config, *keys):
 
 def final_state(config):
     """All that decides how a run goes on, as plain data and hashes."""
-    resumed = read_for_resume(Path(config.out_dir) / "checkpoints" / "last")
-    moments = {
-        f"{index}.{name}": tensor
-        for index, values in resumed.state["optimizer"].items()
-        for name, tensor in values.items()
-    }
+    resumed = read_checkpoint(Path(config.out_dir) / "checkpoints" / "last", for_resume=True)
     progress = resumed.state["progress"]
     counts = {k: v for k, v in progress.items() if "seconds" not in k}
     rng = resumed.state["rng"].tolist()
-    return hash_tensors(resumed.weights), hash_tensors(moments), counts, rng
+    return hash_tensors(resumed.weights), hash_tensors(resumed.state["optimizer"]), counts, rng
 
 
 def result_of(config, summary):
@@ -81,8 +75,7 @@ def interrupt():
 
 def build_trainer(config, tmp_path):
     prepared = prepare(config)
-    batches = Batches(prepared.train, config.data.seq_len, config.train.batch_size, 0)
-    return Trainer(config, Transformer(config.model), batches, prepared, RunFolder(tmp_path))
+    return Trainer(config, Transformer(config.model), prepared, RunFolder(tmp_path))
 
 
 # ------------------------------------------------------------------------------------- what is left
@@ -144,10 +137,10 @@ def test_lines_are_thinned_out_but_the_last_is_there(tiny):
 def test_the_newest_checkpoints_and_the_best_stay(tiny, monkeypatch):
     losses = iter([5.5, 3.0, 4.0, 5.0])  # at steps 0, 5, 10, 12
 
-    def measure(model, tokens, **options):
+    def measure(nats, n_tokens, n_bytes):
         return {"loss": next(losses), "perplexity": 1.0, "bits_per_byte": 1.0, "n_tokens": 1}
 
-    monkeypatch.setattr("minillama.training.trainer.evaluate", measure)
+    monkeypatch.setattr("minillama.training.trainer.scores", measure)
     config = tiny(**{"train.save_every": 1, "train.eval_every": 5, "train.steps": 12})
     summary = run(config)
     assert (summary["best_step"], summary["best_val_loss"], summary["val_loss"]) == (5, 3.0, 5.0)
@@ -170,7 +163,9 @@ def test_micro_batches_add_up_to_the_large_batch(tiny, micro, z_loss):
             out=f"micro-{size}", **{"train.micro_batch_size": size, "optim.z_loss": z_loss}
         )
         run(config)
-        weights = read_for_resume(Path(config.out_dir) / "checkpoints" / "last").weights
+        weights = read_checkpoint(
+            Path(config.out_dir) / "checkpoints" / "last", for_resume=True
+        ).weights
         runs.append((metrics(config, "loss"), weights))
     (lines, weights), (other_lines, other_weights) = runs
     for line, other in zip(lines, other_lines, strict=True):
@@ -311,9 +306,7 @@ def test_a_signal_during_validation_does_not_wait_for_it(tiny, monkeypatch):
     assert result_of(parts, run(parts, resume=True)) == expected
 
 
-def test_a_killed_run_loses_what_came_after_its_last_checkpoint_and_makes_it_again(
-    tiny, before_step
-):
+def test_a_killed_run_repeats_what_came_after_its_last_checkpoint(tiny, before_step):
     whole, parts = (tiny(out=out, **BUSY) for out in ("whole", "parts"))
     expected = result_of(whole, run(whole))
 
@@ -372,7 +365,7 @@ def test_a_resume_without_a_checkpoint_starts_anew(tiny, before_step, caplog):
     before_step(None, None)
     with caplog.at_level(logging.INFO, "minillama"):
         run(config, resume=True)
-    assert "no checkpoint to go on from; starting anew" in caplog.text
+    assert "no checkpoint to resume from; starting the run" in caplog.text
     assert [line["step"] for line in metrics(config, "val_loss")] == [0, 8]
 
 
@@ -405,7 +398,7 @@ def test_overwriting_starts_anew_and_needs_to_be_told(tiny):
     config = tiny()
     run(config)
     other = tiny(**{"train.seed": 5})
-    with pytest.raises(ConfigError, match="already holds a finished run"):
+    with pytest.raises(ConfigError, match="already contains a finished run"):
         run(other)
     assert load_config(config.out_dir) == config
     run(other, overwrite=True)
@@ -459,7 +452,7 @@ def test_a_process_that_is_terminated_and_then_killed_goes_on_to_the_bit(tiny, b
     before_step(None, None)
 
     process = start(parts, "--resume")
-    assert "go on with" in kill_when(process, parts, 20, signal.SIGTERM)
+    assert "continue with" in kill_when(process, parts, 20, signal.SIGTERM)
     assert process.returncode == 130
     process = start(parts, "--resume")
     kill_when(process, parts, 50, signal.SIGKILL)
@@ -485,7 +478,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tiny):
     assert summary["val_loss"] is None
     model, _, _ = load_checkpoint(config.out_dir)
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    with pytest.raises(DivergedError, match="as it would again"):
+    with pytest.raises(DivergedError, match="and would again"):
         run(config, resume=True)
 
 
@@ -506,7 +499,7 @@ def test_weights_that_are_not_finite_are_never_saved(tiny):
     with pytest.raises(DivergedError):
         run(config)
     for folder in (Path(config.out_dir) / "checkpoints").glob("step-*"):
-        assert all(torch.isfinite(w).all() for w in read_for_resume(folder).weights.values())
+        assert all(torch.isfinite(w).all() for w in read_checkpoint(folder).weights.values())
 
 
 def test_a_disk_that_fills_up_leaves_the_checkpoint_before_whole(tiny, before_step):
@@ -515,7 +508,7 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before_whole(tiny, before_st
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before_step(6, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard)))
     try:
-        with pytest.raises(RunFolderError, match=r"File too large; .*step-000004 is whole; make"):
+        with pytest.raises(RunFolderError, match=r"File too large; .*step-000004 is complete"):
             run(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -537,7 +530,7 @@ def test_faults_of_the_user_come_before_any_work(tiny, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="is a file"):
         run(tiny(out="file"))
-    with pytest.raises(ConfigError, match="not there"):
+    with pytest.raises(ConfigError, match="does not exist here"):
         run(tiny(**{"train.device": "cuda:63"}))
     with pytest.raises(RunFolderError, match="cannot be written"):
         run(tiny().model_copy(update={"out_dir": "/proc/run"}))

@@ -22,7 +22,7 @@ file, every, leaks = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 page, seen, kept = os.sysconf("SC_PAGE_SIZE"), [], []
 original = Batches.batch_at
 
-def batch_at(self, step):
+def batch_at(self, step, rows):
     if step % every == 0:
         gc.collect()  # what a cycle keeps for a while is no leak
         with open("/proc/self/statm") as statm:
@@ -34,7 +34,7 @@ def batch_at(self, step):
         kept.append(open(file))
     if "objects" in leaks:
         kept.append([step])
-    return original(self, step)
+    return original(self, step, rows)
 
 Batches.batch_at = batch_at
 train(load_config(file), progress=False)

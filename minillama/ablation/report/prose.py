@@ -15,7 +15,7 @@ from minillama.ablation.measures import BASIN_DEPTH
 from minillama.ablation.results import Results, Run
 from minillama.ablation.statistics import MIN_PAIRS_FOR_SIGN_FLIP
 from minillama.formatting import format_duration, format_number, join_words, pluralize
-from minillama.training.spikes import COLLAPSE_MARGIN, SPIKE_SIGMAS, SPIKE_WINDOW
+from minillama.training.stability import COLLAPSE_MARGIN, SPIKE_SIGMAS, SPIKE_WINDOW
 
 ALPHA = 0.05
 FAILED = ("diverged", "collapsed")

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from minillama.training.outcome import Progress, fate, hash_config, summarise
+from minillama.training.summary import Progress, fate, hash_config, summarise
 
 FACTS = {"n_params": 7, "n_norm_params": 1, "unigram_entropy": 3.0, "device": "cpu"}
 
@@ -34,11 +34,11 @@ def result(loss):
 
 def test_the_best_is_never_the_model_at_init():
     progress = Progress()
-    assert not progress.validated(result(1.0))
+    assert not progress.add_validation(result(1.0))
     best = []
     for step, loss in ((1, 3.0), (2, 2.0), (3, 2.0), (4, 2.5)):
         progress.step = step
-        best.append(progress.validated(result(loss)))
+        best.append(progress.add_validation(result(loss)))
     assert best == [True, True, False, False]
     assert (progress.init_val_loss, progress.best_val_loss, progress.best_step) == (1.0, 2.0, 2)
     assert (progress.val_loss, progress.evaluated_step) == (2.5, 4)
@@ -47,13 +47,13 @@ def test_the_best_is_never_the_model_at_init():
 def test_the_training_loss_is_the_mean_of_the_last_ten_logged(tiny):
     progress = Progress()
     for loss in range(15):
-        progress.logged(float(loss))
+        progress.add_loss(float(loss))
     assert summarise(tiny(), progress, FACTS, fate=None)["train_loss"] == 9.5
 
 
 def test_a_summary_is_valid_json_whatever_happened(tiny):
     progress = Progress(step=3, tokens=12, training_seconds=2.0, init_val_loss=math.inf)
-    progress.logged(math.nan)
+    progress.add_loss(math.nan)
     summary = summarise(tiny(), progress, FACTS, fate="diverged")
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     assert summary["finished"]
@@ -61,7 +61,7 @@ def test_a_summary_is_valid_json_whatever_happened(tiny):
     assert [summary[key] for key in ("train_loss", "val_loss", "init_val_loss")] == [None] * 3
 
 
-def test_the_hash_of_a_config_tells_runs_apart_by_what_decides_their_numbers(tiny):
+def test_the_hash_of_a_config_covers_what_decides_the_numbers(tiny):
     same = tiny(out="elsewhere", name="other", loggers=["tensorboard"])
     assert hash_config(tiny()) == hash_config(same)
     assert hash_config(tiny()) != hash_config(tiny(**{"train.seed": 1}))

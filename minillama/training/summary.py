@@ -1,4 +1,4 @@
-"""How far a run has come, how it ended, and the summary that says so."""
+"""How far a run has come, how it ended, and its summary.json."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ import minillama
 from minillama import launch
 from minillama.config import RunConfig
 from minillama.config.run import deciding_fields
-from minillama.training.spikes import COLLAPSE_MARGIN, SPIKE_WINDOW, is_spike
+from minillama.plugins import plugin_source_hash
+from minillama.training.stability import COLLAPSE_MARGIN, SPIKE_WINDOW, is_spike
 
 Fate = Literal["ok", "diverged", "collapsed"]
 
-RECENT = 10
-"""How many logged training losses the summary's ``train_loss`` is the mean of."""
+RECENT_LOSSES = 10
+"""The summary's ``train_loss`` is the mean of this many logged training losses."""
 
 
 def fate(final_loss: float, init_loss: float, unigram_entropy: float) -> Fate:
-    """Judge a run by its final validation loss; all in nats per token.
+    """Return how a run ended, by its final validation loss; all in nats per token.
 
     ``diverged``: not finite, or no better than at init.  ``collapsed``: otherwise, and no better
     than the unigram entropy − 0.1, what counting tokens gives.  A check for NaN alone misses the
@@ -39,14 +40,14 @@ def fate(final_loss: float, init_loss: float, unigram_entropy: float) -> Fate:
 
 @dataclass
 class Progress:
-    """What changes from step to step besides the weights: numbers only, saved with a checkpoint."""
+    """The counts and losses of a run so far: plain numbers, saved with every checkpoint."""
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0  # of the whole run, validation and saving included
     training_seconds: float = 0.0
     validation_seconds: float = 0.0
-    starting_seconds: float = 0.0  # before the first of seconds: process, imports, data, model
+    starting_seconds: float = 0.0  # not in seconds: process, imports, data, model
     evaluated_step: int = -1
     init_val_loss: float | None = None
     val_loss: float | None = None
@@ -58,10 +59,10 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     spikes: int = 0
-    losses_before: list[float] = field(default_factory=list)  # finite ones, to tell a spike by
+    losses_before: list[float] = field(default_factory=list)  # finite ones, to detect spikes
 
-    def stepped(self, loss: float, n_tokens: int, *, skipped: bool) -> bool:
-        """Count a step, its update made or skipped; tell whether its loss is a spike."""
+    def count_step(self, loss: float, n_tokens: int, *, skipped: bool) -> bool:
+        """Count a step, its update applied or skipped; return whether its loss is a spike."""
         self.step += 1
         self.tokens += n_tokens
         self.skipped += skipped
@@ -73,14 +74,14 @@ class Progress:
         self.losses_before = [*self.losses_before, loss][-SPIKE_WINDOW:]
         return spike
 
-    def logged(self, loss: float) -> None:
+    def add_loss(self, loss: float) -> None:
         """Remember a logged training loss for the mean of the last few."""
-        self.recent_losses = [*self.recent_losses, loss][-RECENT:]
+        self.recent_losses = [*self.recent_losses, loss][-RECENT_LOSSES:]
 
-    def validated(self, result: Mapping[str, Any]) -> bool:
-        """Take in what ``evaluate`` returned at this step; tell whether it is the best so far.
+    def add_validation(self, result: Mapping[str, Any]) -> bool:
+        """Store the result of validating this step; return whether it is the best so far.
 
-        The loss at init is no candidate: the best is a model that was trained.
+        The loss at init does not count: the best is a model that was trained.
         """
         self.evaluated_step = self.step
         self.val_loss = result["loss"]
@@ -104,14 +105,14 @@ def summarise(
     fate: Fate | None,
     sample: str | None = None,
 ) -> dict[str, Any]:
-    """Return the summary of a run; what is not known, or not finite, is None.
+    """Return the summary of a run; what is unknown or not finite is None.
 
     Args:
         config: resolved.
         progress: how far the run came.
         facts: what stays the same through the run: counts, hashes, the device.
-        fate: None as long as the run is not finished.
-        sample: what the model wrote.
+        fate: None while the run is not finished.
+        sample: the text that the model generated.
     """
     ended = fate is not None
     reached = ended and progress.step == config.train.steps == progress.evaluated_step
@@ -155,9 +156,9 @@ def summarise(
 
 
 def hash_config(config: RunConfig) -> str:
-    """Return a SHA-256 of all fields that decide a run's numbers."""
-    text = json.dumps(deciding_fields(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Return a SHA-256 of all that decides a run's numbers, the source of its plugins included."""
+    fields = deciding_fields(config) | {"plugins": plugin_source_hash(config.plugins)}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _mean(values: list[float]) -> float | None:
