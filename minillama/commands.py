@@ -1,4 +1,4 @@
-"""What stands behind the commands: each loads what it needs, does it, and returns what to print."""
+"""The work of the commands that need torch; each function returns the text to print."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from minillama.model.norms import NORM_BUILDERS
 from minillama.model.placement import PLACEMENTS
 from minillama.plugins import load_plugins
 from minillama.registry import unknown_name
-from minillama.sampling import stream
+from minillama.sampling import SamplingOptions, stream
 from minillama.training.checkpoint import load_checkpoint, save_checkpoint
 from minillama.training.stability import remedies
 from minillama.training.trainer import train
@@ -38,7 +38,7 @@ _log = logging.getLogger("minillama")
 
 
 def train_run(config: RunConfig, resume: bool | str, overwrite: bool, *, progress: bool) -> str:
-    """Train, and say how it went, where it is and what to do with it."""
+    """Train, and return a summary: the sample, the validation loss, the run folder."""
     summary = train(config, resume=resume, overwrite=overwrite, progress=progress)
     if summary["fate"] == "diverged":
         raise launch.on_first_rank(
@@ -128,9 +128,8 @@ def generate_text(
     shown = decode(prompt_ids)
     yield shown
     started = time.perf_counter()
-    ids = stream(
-        model, prompt_ids, max_new_tokens, temperature, top_k, top_p, seed, {tokenizer.eos_id}
-    )
+    options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    ids = stream(model, prompt_ids, max_new_tokens, stop_ids={tokenizer.eos_id}, **options)
     for token in ids:
         new_ids.append(token)
         text = decode(prompt_ids + new_ids)
@@ -147,7 +146,7 @@ def convert_norm(checkpoint: str, out: str) -> str:
     """Write a pre-LayerNorm checkpoint as an equivalent pre-RMSNorm one."""
     model, tokenizer, config = load_checkpoint(checkpoint)
     if Path(out).exists():
-        raise ConfigError(f"{out} is there already; name another folder")
+        raise ConfigError(f"{out} already exists; choose another folder")
     twin = layernorm_to_rmsnorm(model)
     save_checkpoint(out, twin, tokenizer, config.model_copy(update={"model": twin.config}))
     return f"{out}: the same model with RMSNorm; generate text: minillama generate {out}"
@@ -168,9 +167,9 @@ def train_tokenizer_file(config: RunConfig, out: str) -> str:
 
 
 def prepare_data(config: RunConfig, *, check: bool = False) -> str:
-    """Tokenize the config's data into the cache, and say what is there.
+    """Tokenize the config's data into the cache, and describe the result.
 
-    With ``check`` all that was there is read, and what is damaged is made again.
+    With ``check`` all files are read, and damaged ones are made again.
     """
     prepared = prepare(config)
     if check and (damaged := damaged_files(prepared)):

@@ -3,7 +3,7 @@
 One loop serves all: ``generate`` collects it, ``stream`` passes it on, ``generate_batch`` runs it
 on several prompts of unequal length, each of which gets what it would get alone.
 
-Past ``max_seq_len`` the context slides: the newer half of it is read anew, and sampling goes on.
+Past ``max_seq_len`` the context slides: its newer half is read again, and sampling goes on.
 
 Shapes: B prompts, V vocabulary.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -20,6 +21,15 @@ from minillama.errors import ConfigError, MinillamaError
 from minillama.model.decoding import Decoder
 from minillama.model.kv_cache import KVCache
 from minillama.model.transformer import Transformer
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How ids are drawn; :func:`generate` documents each option and its default."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
 
 
 def generate(
@@ -41,30 +51,27 @@ def generate(
         temperature: divides the logits; 0 takes the likeliest id each time.
         top_k: sample among the k likeliest; None or 0, or k above the vocabulary: among all.
         top_p: sample among the likeliest whose probabilities add up to p (Holtzman 2019).
-        seed: of the sampling; None: a new one each time.
+        seed: of the sampling; None: another one each time.
         stop_ids: ids that end the text, such as the tokenizer's ``eos_id``.
 
     Raises:
         ConfigError: an argument is out of its range, or the prompt is empty.
         MinillamaError: the model's logits are not finite.
     """
-    return list(
-        stream(model, prompt_ids, max_new_tokens, temperature, top_k, top_p, seed, stop_ids)
-    )
+    options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    return list(stream(model, prompt_ids, max_new_tokens, stop_ids=stop_ids, **options))
 
 
 def stream(
     model: Transformer,
     prompt_ids: Sequence[int],
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
+    *,
     stop_ids: Collection[int] = (),
+    **options: Unpack[SamplingOptions],
 ) -> Iterator[int]:
     """Yield the ids of :func:`generate` one by one, as they come."""
-    sampler = Sampler(1, temperature, top_k, top_p, seed)
+    sampler = Sampler(1, **options)
     for _, token in _decode(model, [prompt_ids], max_new_tokens, sampler, stop_ids):
         yield token
 
@@ -73,18 +80,16 @@ def generate_batch(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
+    *,
     stop_ids: Collection[int] = (),
+    **options: Unpack[SamplingOptions],
 ) -> list[list[int]]:
     """Continue several prompts at once; return the new ids of each, as :func:`generate` does.
 
     Row i draws from its own generator, seeded by ``seed + i``.
     """
     new_ids: list[list[int]] = [[] for _ in prompts]
-    sampler = Sampler(len(prompts), temperature, top_k, top_p, seed)
+    sampler = Sampler(len(prompts), **options)
     for row, token in _decode(model, prompts, max_new_tokens, sampler, stop_ids):
         new_ids[row].append(token)
     return new_ids
@@ -107,7 +112,7 @@ class Sampler:
             raise ConfigError(f"top_k = {top_k}: must be 0 (all) or above")
         if top_p is not None and not 0 < top_p <= 1:
             raise ConfigError(f"top_p = {top_p}: must be above 0 and at most 1")
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.temperature, self.top_k, self.top_p = temperature, top_k or None, top_p
         self._generators = [torch.Generator() for _ in range(rows)]
         for row, generator in enumerate(self._generators):
             if seed is None:
@@ -116,8 +121,8 @@ class Sampler:
                 generator.manual_seed((seed + row) % 2**64)
 
     def draw(self, logits_BV: Tensor, rows: Sequence[int]) -> list[int]:
-        """Return one id for each of ``rows``, whose logits stand in the same order."""
-        # The sum is the quicker look; it may overflow though each logit is finite.
+        """Return one id for each of ``rows``, whose logits are in the same order."""
+        # The sum is the faster check; it may overflow though each logit is finite.
         if not logits_BV.sum().isfinite() and not logits_BV.isfinite().all():
             raise MinillamaError("the model's logits are not finite; its weights are of no use")
         if self.temperature == 0:
@@ -140,7 +145,7 @@ class Sampler:
         temperature = min(max(self.temperature, limits.tiny), limits.max)
         p_BV = ((logits_BV - logits_BV.amax(-1, keepdim=True)) / temperature).softmax(-1)
         if self.top_p is not None and self.top_p < 1:
-            # By logits, which tell apart what rounds to the same probability.
+            # By logits, which differ where probabilities round to the same number.
             order = logits_BV.sort(dim=-1, descending=True, stable=True).indices
             sorted_p = p_BV.gather(-1, order)
             before = sorted_p.cumsum(-1) - sorted_p
@@ -171,8 +176,8 @@ def _decode(
     window = model.config.max_seq_len
     # A prompt longer than the window keeps its end.
     contexts = [ids[-window:] for ids in contexts]
-    room = min(window, max(map(len, contexts)) + max_new_tokens)
-    cache, logits_BV = _prefill(model, contexts, room)
+    capacity = min(window, max(map(len, contexts)) + max_new_tokens)
+    cache, logits_BV = _prefill(model, contexts, capacity)
     decoder = Decoder(model, cache)
     for produced in range(1, max_new_tokens + 1):
         tokens = sampler.draw(logits_BV, rows)
@@ -189,22 +194,24 @@ def _decode(
         for ids, token in zip(contexts, tokens, strict=True):
             ids.append(token)
         if cache.length == cache.capacity:
-            # The window is full.  Only rows that are full themselves slide, as they would alone.
+            # The window is full.  Only rows that fill it slide, as they would alone.
             contexts = [
                 ids if len(ids) <= window else ids[-(window + 1) // 2 :] for ids in contexts
             ]
-            room = min(window, max(map(len, contexts)) + max_new_tokens - produced)
-            cache, logits_BV = _prefill(model, contexts, room)
+            capacity = min(window, max(map(len, contexts)) + max_new_tokens - produced)
+            cache, logits_BV = _prefill(model, contexts, capacity)
             decoder = Decoder(model, cache)
         else:
             logits_BV = decoder.read(tokens)
 
 
 @torch.inference_mode()
-def _prefill(model: Transformer, contexts: list[list[int]], room: int) -> tuple[KVCache, Tensor]:
+def _prefill(
+    model: Transformer, contexts: list[list[int]], capacity: int
+) -> tuple[KVCache, Tensor]:
     """Read all contexts at once, right-aligned, into a new cache.
 
-    Returns the cache and the logits (B, V) behind the last token of each; no others are computed.
+    Returns the cache and the logits (B, V) after the last token of each; no others are computed.
     """
     weight = model.embed.weight
     longest = max(map(len, contexts))
@@ -213,7 +220,7 @@ def _prefill(model: Transformer, contexts: list[list[int]], room: int) -> tuple[
         [[0] * (longest - len(ids)) + ids for ids in contexts], device=weight.device
     )
     cache = KVCache(
-        model.config, len(contexts), room, pad_B=pad_B, dtype=weight.dtype, device=weight.device
+        model.config, len(contexts), capacity, pad_B=pad_B, dtype=weight.dtype, device=weight.device
     )
     return cache, model.head(model.hidden(ids_BT, cache)[:, -1])
 
