@@ -9,7 +9,7 @@
     ├── CheckpointError                 1    a checkpoint is damaged or does not match
     ├── RunFolderError                  1    the run folder cannot be written
     ├── RankLostError                   1    a process that trains with this one is gone
-    ├── OtherRankError                  1    a process that trains with this one raised; or that
+    ├── OtherRankError                  1    another rank raised; or the status of its error
     ├── CellsCrashedError               4    cells of an ablation crashed; the others are done
     ├── DivergedError                   3    loss or gradient is no longer finite
     └── InterruptedRunError             130  stopped by Ctrl-C or SIGTERM, after a clean save

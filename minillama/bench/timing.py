@@ -1,8 +1,8 @@
 """Time contenders in alternation, and describe the machine.
 
 A round times every contender once, in a random order, so that other work on the machine slows all
-of them equally.  Each is called once untimed before that, since else it would pay for the memory that
-the previous one returned to the system.  A ratio is the median, over the rounds, of two
+of them equally.  Each is called once untimed before that, since else it would pay for the memory
+that the previous one returned to the system.  A ratio is the median, over the rounds, of two
 times of the same round; its quartiles are kept beside it.  Times alone do not compare between
 machines.
 """

@@ -206,8 +206,8 @@ def test_a_weight_before_a_norm_is_orthogonal_to_its_gradient(norm, before_a_nor
 def as_pre_rms(model):
     """Convert a pre-LN model without β into a pre-RMS model that computes the same.
 
-    Each weight that writes to the residual stream is multiplied by I − 11ᵀ/d, so that the stream has
-    mean zero, where LayerNorm is RMSNorm.
+    Each weight that writes to the residual stream is multiplied by I − 11ᵀ/d, so that the stream
+    has mean zero, where LayerNorm is RMSNorm.
     """
     dim = model.config.dim
     affine = model.config.norm.options["affine"]
