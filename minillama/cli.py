@@ -36,7 +36,10 @@ from minillama.errors import (
 )
 from minillama.training.assemble import assemble
 
-EPILOG = "exit status: 0 success; 2 config or arguments wrong; 3 training diverged; 130 interrupted"
+EPILOG = (
+    "exit status: 0 success; 2 config or arguments wrong; 3 training diverged; "
+    "4 cells of an ablation crashed; 130 interrupted"
+)
 
 # ----------------------------------------------------------------- what each command calls
 
