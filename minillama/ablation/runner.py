@@ -282,7 +282,7 @@ def _refuse_changed(grid: Sequence[Cell]) -> None:
         else:
             summary = RunFolder(cell.folder).read_summary()
             if saved.plugins and summary and summary["config_hash"] != hash_config(saved):
-                changed.append(f"{cell.folder} was made by plugins with other source code")
+                changed.append(f"{cell.folder} was made before a file of plugins was edited")
     if changed:
         shown = "\n  ".join(changed[:5] + ([f"… {len(changed)} in all"] if changed[5:] else []))
         raise ConfigError(

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from minillama import plugins
 from minillama.ablation.grid import cells
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.results import read_sessions
@@ -287,6 +286,25 @@ def test_ten_kills_do_not_change_the_table(ablation: Any, tmp_path: Path) -> Non
     assert {row["fate"] for row in rows(tmp_path / "broken")} <= {"ok", "collapsed", "diverged"}
 
 
+def test_finished_cells_of_an_edited_plugin_are_refused(ablation: Any, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("STRENGTH = 1\n")
+    config = ablation(base=ablation().base | {"plugins": [str(own)]}, arms={"rms": {}})
+    (tmp_path / "ablation.yaml").write_text(to_yaml(config))
+    command = [sys.executable, "-m", "minillama", "ablate", str(tmp_path / "ablation.yaml")]
+
+    def ablate() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    for _ in range(2):  # unedited, the finished cell is kept
+        done = ablate()
+        assert done.returncode == 0, done.stderr
+    own.write_text("STRENGTH = 2\n")
+    refused = ablate()
+    assert refused.returncode == 2
+    assert "rms/lr-0.001/seed-0 was made before a file of plugins was edited" in refused.stderr
+
+
 def test_cells_of_another_config_are_refused_before_any_work(ablation: Any, tmp_path: Path) -> None:
     cell = tmp_path / "out/cells/ln/lr-0.001/seed-0"
     cell.mkdir(parents=True)
@@ -405,21 +423,3 @@ def test_cells_that_exit_early_have_crashed(
     assert len(Path(rows(folder)[5]["run_dir"]).parts[1]) < 100
     assert "ended by sys.exit" in rows(folder)[2]["error"]
     assert (folder / "report.html").is_file()
-
-
-def test_cells_made_by_an_older_plugin_are_refused(
-    ablation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugin = tmp_path / "edited.py"
-    plugin.write_text("scale = 1\n")
-    config = ablation(arms={"rms": {}}, base=ablation().base | {"plugins": [str(plugin)]})
-    folder = run(config, progress=False)
-    run(config, progress=False)  # keeps the finished cell
-    plugin.write_text("scale = 2\n")
-    monkeypatch.setattr(plugins, "_LOADED_PLUGINS", {})  # as in a new process
-    for again in (run, dry_run):
-        with pytest.raises(ConfigError) as caught:
-            again(config)
-        assert "delete their folders, or set another out_dir to keep them" in str(caught.value)
-        cell = folder / "cells/rms/lr-0.001/seed-0"
-        assert f"{cell} was made by plugins with other source code" in str(caught.value)
