@@ -21,7 +21,7 @@ from minillama.config.run import FilesSource
 from minillama.data.prepare import damaged_files, prepare
 from minillama.data.shards import Tokens
 from minillama.data.sources import read_documents
-from minillama.data.tokenizer import Tokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import ConfigError, DivergedError, RunFolderError
 from minillama.evaluation import evaluate
 from minillama.formatting import finite_json, text_table

@@ -31,7 +31,8 @@ from torch import Tensor
 from minillama.config import RunConfig
 from minillama.config.loading import check
 from minillama.config.run import load_plugins_of
-from minillama.data.tokenizer import Tokenizer, load_tokenizer
+from minillama.data.tokenizer import load_tokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import CheckpointError, ConfigError, MinillamaError
 from minillama.files import explain_write_errors, new_folder, sha256_of_file
 from minillama.model.norms import norm_parameter_names
