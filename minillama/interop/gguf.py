@@ -21,7 +21,8 @@ from minillama.config import RunConfig
 from minillama.config.loading import check
 from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from minillama.data.imported_tokenizers import NoTokenizer
-from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import CheckpointError, ConfigError, FieldError, TokenizerError
 from minillama.files import atomic_file, explain_write_errors
 from minillama.interop.architectures import (
@@ -75,7 +76,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
     """Write a checkpoint as a GGUF file; return a line for the user.
 
     Args:
-        checkpoint: a checkpoint, or a run folder, which stands for its best, else its last.
+        checkpoint: a checkpoint, or a run folder (its best, else its last checkpoint).
         out: the new file if it ends in .gguf, else the folder to put it in.
         dtype: of the matrices, a key of ``DTYPES``; default f32, as they are trained.
 

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
-from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import CheckpointError, ConfigError, TokenizerError
 from minillama.files import explain_write_errors, new_folder
 from minillama.interop import hf_config
@@ -53,7 +54,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
     """Write a checkpoint as a folder that transformers opens; return a line for the user.
 
     Args:
-        checkpoint: a checkpoint, or a run folder, which stands for its best, else its last.
+        checkpoint: a checkpoint, or a run folder (its best, else its last checkpoint).
         out: the new folder; one that exists must be empty.
         dtype: of the weights, a key of ``DTYPES``; default float32, as they are trained.
 
