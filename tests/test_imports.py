@@ -14,6 +14,7 @@ PACKAGE = Path(minillama.__file__).parent
 
 LAYERS = [
     ("errors",),
+    ("arguments",),
     ("files", "registry", "launch", "formatting"),
     ("plugins", "progress"),
     ("config",),

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from minillama.arguments import check_type, whole_ids
 from minillama.errors import TokenizerError
 
 try:
@@ -105,6 +106,7 @@ class JsonTokenizer:
 
     def encode_parts(self, text: str) -> Iterator[list[int]]:
         """Yield the ids of ``text``, all at once: where it may be cut is not known."""
+        check_type("text", text, str)
         with _explained("the text cannot be encoded"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         yield ids
@@ -115,7 +117,7 @@ class JsonTokenizer:
         Raises:
             TokenizerError: an id is out of range.
         """
-        ids = [int(i) for i in ids]
+        ids = whole_ids("ids", ids)
         if bad := [i for i in ids if not 0 <= i < self.vocab_size]:
             raise TokenizerError(
                 f"id {bad[0]} is out of range; this tokenizer has ids 0 to {self.vocab_size - 1}"

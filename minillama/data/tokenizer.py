@@ -21,6 +21,7 @@ from typing import Protocol
 
 import sentencepiece
 
+from minillama.arguments import check_type, whole_ids, whole_number
 from minillama.config.run import BYTE_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE, TokenizerConfig
 from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
 from minillama.errors import TokenizerError
@@ -123,6 +124,7 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, model: bytes) -> None:
+        check_type("model", model, bytes)
         self._model = model
         self._processor = _processor(model)
         self.vocab_size = int(self._processor.vocab_size())
@@ -199,6 +201,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> SentencePieceT
         TokenizerError: the text has too few pieces or too many characters for ``vocab_size``, or
             there is no text.
     """
+    whole_number("vocab_size", vocab_size, 1)
+    if isinstance(documents, str):
+        raise TypeError("documents must be texts, not one str; give [text]")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -319,6 +324,7 @@ def _framed(tokenizer: Tokenizer, text: str, bos: bool, eos: bool) -> list[int]:
 
 
 def _check_unicode(text: str) -> None:
+    check_type("text", text, str)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -329,7 +335,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _checked(ids: Iterable[int], vocab_size: int) -> list[int]:
-    ids = [int(i) for i in ids]
+    ids = whole_ids("ids", ids)
     for i in ids:
         if not 0 <= i < vocab_size:
             raise TokenizerError(
