@@ -17,6 +17,7 @@ from minillama.model.norms import Derf, DyT, NoNorm, RMSNorm, ScaleNorm, build_n
 from minillama.model.rope import RotaryEmbedding
 from minillama.model.transformer import Transformer
 from minillama.sampling import generate, generate_batch, stream
+from minillama.training.device import check_compile
 
 CONFIG = ModelConfig(dim=16, n_layers=1, n_heads=2, max_seq_len=32, vocab_size=259)
 MODEL = Transformer(CONFIG)
@@ -96,3 +97,14 @@ NAN = math.nan
 def test_a_wrong_argument_is_refused_at_the_call(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_the_config_of_an_ablation_is_not_trained():
+    with pytest.raises(ConfigError, match="is the config of an ablation; run it: minillama ablate"):
+        minillama.load_config("norms")
+
+
+def test_a_compiler_that_fails_is_refused_before_training(monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(ConfigError, match="false does not work.*train.compile=false"):
+        check_compile(torch.device("cpu"))

@@ -386,6 +386,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """
     path = find_config(path)
     raw, changes = read_yaml(path), parse_overrides(overrides, text_fields(RunConfig))
+    if "arms" in raw and "base" in raw:
+        raise ConfigError(f"{path} is the config of an ablation; run it: minillama ablate {path}")
     if changes:
         raw = without_derived(raw)
     return parse_run(override(raw, changes, OWNED_BY_KIND), str(path))
