@@ -28,7 +28,7 @@ from minillama.ablation.progress import CellTable, Display, RunningSession, is_f
 from minillama.ablation.results import read_results
 from minillama.config.ablation import AblationConfig
 from minillama.config.loading import read_yaml
-from minillama.config.run import deciding_fields, parse_run, to_yaml
+from minillama.config.run import RunConfig, deciding_fields, parse_run, to_yaml
 from minillama.data.prepare import prepare
 from minillama.errors import (
     CellsCrashedError,
@@ -43,6 +43,7 @@ from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.training.device import pick_device
 from minillama.training.interrupt import StopSignal
 from minillama.training.metrics import read_metrics
+from minillama.training.summary import hash_config
 
 _POLL_SECONDS = 0.3  # how often the progress and the stop signal are checked
 _TIMED_STEPS = 6  # of each arm, by a dry run
@@ -277,12 +278,21 @@ def _refuse_changed(grid: Sequence[Cell]) -> None:
             if not stops and was != wanted:
                 changed.append(f"{cell.folder} has {name} = {was!r}, not {wanted!r}")
                 break
+        else:
+            if saved.plugins and is_finished(cell) and not _made_by_these_plugins(cell, saved):
+                changed.append(f"{cell.folder} was made before a file of plugins was edited")
     if changed:
         shown = "\n  ".join(changed[:5] + ([f"… {len(changed)} in all"] if changed[5:] else []))
         raise ConfigError(
             "cells of another config are in this folder; delete their folders, or set another "
             f"out_dir to keep them\n  {shown}"
         )
+
+
+def _made_by_these_plugins(cell: Cell, saved: RunConfig) -> bool:
+    """Return whether a finished cell's summary has the hash of its config and its plugins now."""
+    summary = json.loads((cell.folder / "summary.json").read_bytes())
+    return bool(summary.get("config_hash") == hash_config(saved))
 
 
 def _prepare_data(grid: Sequence[Cell]) -> None:

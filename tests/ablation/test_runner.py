@@ -276,6 +276,25 @@ def test_killed_ten_times_its_table_is_that_of_an_undisturbed_one(
     assert {row["fate"] for row in rows(tmp_path / "broken")} <= {"ok", "collapsed", "diverged"}
 
 
+def test_finished_cells_of_an_edited_plugin_are_refused(ablation: Any, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("STRENGTH = 1\n")
+    config = ablation(base=ablation().base | {"plugins": [str(own)]}, arms={"rms": {}})
+    (tmp_path / "ablation.yaml").write_text(to_yaml(config))
+    command = [sys.executable, "-m", "minillama", "ablate", str(tmp_path / "ablation.yaml")]
+
+    def ablate() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    for _ in range(2):  # unedited, the finished cell is kept
+        done = ablate()
+        assert done.returncode == 0, done.stderr
+    own.write_text("STRENGTH = 2\n")
+    refused = ablate()
+    assert refused.returncode == 2
+    assert "rms/lr-0.001/seed-0 was made before a file of plugins was edited" in refused.stderr
+
+
 def test_cells_of_another_config_are_refused_before_any_work(ablation: Any, tmp_path: Path) -> None:
     cell = tmp_path / "out/cells/ln/lr-0.001/seed-0"
     cell.mkdir(parents=True)
