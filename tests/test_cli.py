@@ -25,7 +25,7 @@ SMALL = [
 NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 
 
-def run(arguments, *, shell_suffix="", timeout=120, **environment):
+def run(arguments, *, shell_suffix="", timeout=300, **environment):
     """Run the command in a shell, so that a suffix can close or redirect its outputs."""
     words = [sys.executable, "-m", "minillama", *arguments]
     return subprocess.run(

@@ -85,12 +85,12 @@ class SyncedStopSignal(StopSignal):
         super().__init__()
         self._any_rank, self._received = any_rank, False
 
-    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         # torchrun sends SIGTERM as soon as a rank has left; one that leaves with an error, such as
         # that a rank was lost, is to report it first.
-        if error is not None:
+        if any(exception):
             self._before.pop(signal.SIGTERM, None)
-        super().__exit__(error, *rest)
+        super().__exit__(*exception)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received = True

@@ -115,7 +115,7 @@ def test_a_grid_on_two_nodes_gives_the_table_of_the_local_runner_though_one_be_k
     thread = threading.Thread(target=lambda: folders.append(ray_runner.run(config)))
     thread.start()
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while kills and cells_that_train(on_nodes) < 2:  # one on each
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -151,7 +151,7 @@ def test_no_cluster_is_a_fault_of_one_line(ablation: Any, tmp_path: Path) -> Non
     (tmp_path / "test.yaml").write_text(to_yaml(ablation("none", 4)))
     command = [sys.executable, "-m", "minillama", "ablate", "test.yaml", "runner.kind=ray"]
     command.append("runner.address=nowhere")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.startswith("minillama: runner.address = 'nowhere': no Ray cluster answers (")
     assert "start one with `ray start --head`" in done.stderr

@@ -167,7 +167,7 @@ def finish(process):
         return process.communicate(timeout=500)[0]
     except subprocess.TimeoutExpired:
         process.terminate()  # it ends those that it started
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=300)[0]
         raise AssertionError(f"it hung: {said}") from None
 
 

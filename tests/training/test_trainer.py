@@ -439,7 +439,7 @@ def kill_when(process, config, n_lines, number):
     while process.poll() is None and path.read_bytes().count(b"\n") < n_lines:
         time.sleep(0.01)
     process.send_signal(number)
-    return process.communicate(timeout=60)[0]
+    return process.communicate(timeout=300)[0]
 
 
 def test_a_process_that_is_terminated_and_then_killed_goes_on_to_the_bit(tiny, before_step):
