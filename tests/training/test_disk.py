@@ -161,7 +161,7 @@ def test_a_folder_that_loses_its_permission_midway_keeps_what_was_saved(tiny, tm
 
 
 @pytest.mark.parametrize("what", ["", "checkpoints"])
-def test_a_folder_that_vanishes_midway_is_told_and_not_made_anew(tiny, before_step, what):
+def test_a_folder_removed_midway_is_an_error_and_not_recreated(tiny, before_step, what):
     config = tiny(**SAVING)
     gone = Path(config.out_dir) / what
     before_step(4, lambda: shutil.rmtree(gone))
@@ -170,7 +170,7 @@ def test_a_folder_that_vanishes_midway_is_told_and_not_made_anew(tiny, before_st
     assert not gone.exists()
 
 
-def test_a_folder_that_becomes_a_file_midway_is_told(tiny, before_step):
+def test_a_folder_that_becomes_a_file_midway_is_an_error(tiny, before_step):
     config = tiny(**SAVING)
     checkpoints = Path(config.out_dir) / "checkpoints"
 

@@ -12,7 +12,7 @@ def send(number=signal.SIGINT):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_wish_and_handlers_are_put_back(number):
+def test_the_first_signal_is_a_request_and_handlers_are_restored(number):
     before = signal.getsignal(number)
     with StopSignal() as stop:
         assert not stop.requested
@@ -73,7 +73,7 @@ def test_ranks_stop_together_and_ignore_a_second_signal():
         assert not stop.requested  # until all have been asked
         stop.sync()
         assert stop.requested
-        stop.sync()  # nobody need be asked again
+        stop.sync()  # no other rank is asked again
     assert heard == [False, True]
 
 

@@ -2,7 +2,7 @@
 
 A nursery process imports everything once and forks a run per kill, so that a kill costs a fraction
 of a second.  Half of the kills come after a random time, anywhere in the run; the others at some
-operation on a file, which Python tells to its audit hooks before it is made: these fall into saves.
+operation on a file, which Python reports to its audit hooks beforehand: these fall into saves.
 """
 
 import json
@@ -73,7 +73,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def nursery():
-    """Return a function that starts a run and kills it; it tells whether the run had ended."""
+    """Return a function that starts a run and kills it; it returns whether the run had ended."""
     process = subprocess.Popen(
         [sys.executable, "-c", NURSERY],
         stdin=subprocess.PIPE,

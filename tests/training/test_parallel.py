@@ -283,7 +283,7 @@ def test_ranks_validate_each_token_once_in_as_many_passes(n, n_ranks):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_what_there_is_once_is_written_and_told_once(kind, request, alone):
+def test_rank_0_alone_writes_and_logs(kind, request, alone):
     folder, said = request.getfixturevalue(kind)
     for once in ("matrices at init have", "validation loss", "run folder: "):
         attempts = 3 if (kind, once) == ("fsdp", "matrices at init have") else 1
@@ -410,7 +410,7 @@ def test_a_signal_stops_all_at_one_step_and_one_process_can_go_on(runs, alone):
     assert_same_numbers(folder, alone)
 
 
-def test_a_divergence_is_told_once_and_ends_all_with_its_status(runs):
+def test_a_divergence_is_reported_once_and_ends_all_with_its_status(runs):
     folder, said = runs.together(
         2, "diverged", status=1, **{"train.parallel": "ddp", "optim.lr": 1e25}
     )
@@ -533,10 +533,10 @@ def test_a_full_disk_is_reported_once_and_keeps_the_last_checkpoint(runs, rank):
         patch=FULL.replace("RANK_THAT_FILLS_UP", rank),
         **{"train.parallel": "fsdp"},
     )
-    told = re.findall(r"\nminillama: (.*)", said)
-    assert len(told) == 1, said
-    assert "cannot be written: File too large" in told[0]
-    assert "step-000010 is complete" in told[0]
+    errors = re.findall(r"\nminillama: (.*)", said)
+    assert len(errors) == 1, said
+    assert "cannot be written: File too large" in errors[0]
+    assert "step-000010 is complete" in errors[0]
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert names == {"step-000010", "last"}
 
