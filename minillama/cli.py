@@ -4,7 +4,7 @@ A command's modules are imported when it is called, so that ``--help``, ``config
 error in a config answer before torch is loaded.
 
 Exit status: 0 success; 1 anything not listed; 2 the config or the arguments are wrong; 3 training
-diverged; 130 interrupted after a clean save.
+diverged; 4 cells of an ablation crashed; 130 interrupted after a clean save.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from minillama.errors import (
 )
 from minillama.training.assemble import assemble
 
-EPILOG = "exit status: 0 success; 2 config or arguments wrong; 3 training diverged; 130 interrupted"
+EPILOG = (
+    "exit status: 0 success; 2 config or arguments wrong; 3 training diverged; "
+    "4 cells crashed; 130 interrupted; 1 other errors"
+)
 
 # ----------------------------------------------------------------- what each command calls
 

@@ -70,7 +70,7 @@ def evaluate_text(
     *,
     as_json: bool,
 ) -> str:
-    """Measure a checkpoint on a text file, or on the validation split of its own data."""
+    """Measure a checkpoint on a text file, or on the validation split of its training data."""
     model, tokenizer, config = load_checkpoint(checkpoint)
     if text is None:
         prepared = prepare(config)

@@ -237,7 +237,8 @@ class TrainConfig(Section):
     recompute: bool = Field(
         False,
         description="activation checkpointing: keep only each block's input and run it again in "
-        "the backward pass; less memory, about a third more time",
+        "the backward pass, and on a CPU return freed memory to the system; less memory, a "
+        "quarter to a third more time",
         json_schema_extra=RESUMABLE,
     )
     parallel: Literal["none", "ddp", "fsdp"] = Field(

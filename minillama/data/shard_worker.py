@@ -1,6 +1,6 @@
 """A process that writes some parts of a source: ``python -m minillama.data.shard_worker``.
 
-See :mod:`minillama.data.shard_writer`, which starts it, for what goes in and out.
+See :mod:`minillama.data.shard_writer`, which starts it, for its messages.
 """
 
 from __future__ import annotations

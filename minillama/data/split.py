@@ -5,7 +5,7 @@
 
 A document that the border falls into is cut there: its head ends the training text without an eos,
 its tail begins the held-out text without a bos.  A document longer than a block is cut at the
-block's end and goes on in the next, so that every long document has held-out text of its own.
+block's end and continues in the next, so that each block of it has held-out text.
 Nothing else decides the split: neither the number of files and processes nor the tokenizer.
 """
 

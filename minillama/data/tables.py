@@ -1,6 +1,6 @@
 """Documents that are rows of tables: json, csv and parquet files, and data sets of the hub.
 
-``datasets`` streams them; nothing is converted or copied beforehand.
+``datasets`` streams them; nothing is converted or copied first.
 
     files, or row groups of large parquet files ──────────────────┐
     data set of the hub ─▶ its files if streamed, else its rows ──┴─▶ tables ─▶ parts ─▶ rows
@@ -263,7 +263,7 @@ def _hub_answers(source: HubSource) -> bool:
     except huggingface_hub.errors.HfHubHTTPError:
         return True  # whatever its answer means, load_dataset will say
     except Exception:
-        return False  # without a network each version of the client raises errors of its own
+        return False  # without a network each version of the client raises other errors
     return True
 
 

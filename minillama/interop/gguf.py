@@ -75,7 +75,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
     """Write a checkpoint as a GGUF file; return a line for the user.
 
     Args:
-        checkpoint: a checkpoint, or a run folder, which stands for its best, else its last.
+        checkpoint: a checkpoint, or a run folder (its best, else its last checkpoint).
         out: the new file if it ends in .gguf, else the folder to put it in.
         dtype: of the matrices, a key of ``DTYPES``; default f32, as they are trained.
 

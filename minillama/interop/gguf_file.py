@@ -9,9 +9,9 @@ Format: docs/gguf.md in the ggml repository.  The file may come from a stranger:
 is believed only as far as the file reaches, so that a false header ends in an error and not in a
 full memory.
 
-Why not ``gguf.GGUFReader`` (tried with gguf 0.19.0, 2026-12-03): lengths of arrays stand inside the
+Why not ``gguf.GGUFReader`` (tried with gguf 0.19.0, 2026-12-03): lengths of arrays are inside the
 header, so no check of the counts at its start bounds them.  A file of 113 bytes that claims an
-array of 2⁶⁰ numbers took 3 GB of memory within 32 s, since the reader goes on past the end of the
+array of 2⁶⁰ numbers took 3 GB of memory within 32 s, since the reader continues past the end of the
 file; an honest array of four million bytes took more than 60 s, since each item becomes a numpy
 object.  Neither takes a second here.
 """
@@ -163,7 +163,7 @@ def _parse(path: Path, cursor: _Cursor, size: int) -> GGUFFile:
         name = cursor.string()
         n_dims = cursor.number("I")
         if not 1 <= n_dims <= 4 or name in infos:
-            raise _FalseHeaderError(f"the tensor {name!r} has {n_dims} dimensions, or stands twice")
+            raise _FalseHeaderError(f"tensor {name!r} has {n_dims} dimensions, or is there twice")
         dims = cursor.unpack("Q", n_dims)
         kind = cursor.number("I")
         infos[name] = TensorInfo(dims[::-1], kind, int(cursor.number("Q")))

@@ -53,7 +53,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
     """Write a checkpoint as a folder that transformers opens; return a line for the user.
 
     Args:
-        checkpoint: a checkpoint, or a run folder, which stands for its best, else its last.
+        checkpoint: a checkpoint, or a run folder (its best, else its last checkpoint).
         out: the new folder; one that exists must be empty.
         dtype: of the weights, a key of ``DTYPES``; default float32, as they are trained.
 

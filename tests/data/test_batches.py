@@ -47,7 +47,7 @@ def test_a_batch_is_windows_of_int64_with_targets_one_ahead(drawn, step):
 
 
 @given(sizes, st.lists(st.integers(0, 50), min_size=1, max_size=8))
-def test_a_batch_depends_on_nothing_that_came_before(drawn, steps):
+def test_a_batch_does_not_depend_on_earlier_ones(drawn, steps):
     n_tokens, seq_len, batch_size, seed = drawn
     tokens = np.arange(n_tokens, dtype=np.uint16)
     used = Batches(tokens, seq_len, batch_size, seed)
@@ -62,7 +62,7 @@ def test_the_order_does_not_depend_on_the_batch_size():
     assert first_tokens(small, range(200)) == first_tokens(large, range(200))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_each_epoch_and_seed_has_another_order():
     tokens = np.arange(1001)
     orders = [
         tuple(first_tokens(Batches(tokens, 10, 10, seed), range(100 * epoch, 100 * epoch + 100)))

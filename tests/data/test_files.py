@@ -58,7 +58,7 @@ def test_a_file_named_by_several_paths_is_read_once(tmp_path, monkeypatch):
     assert len(data_files(files(*names))) == 2
 
 
-def test_a_missing_file_a_folder_and_a_pattern_without_match_are_refused_by_name(tmp_path):
+def test_a_missing_file_a_folder_and_an_unmatched_pattern_are_named(tmp_path):
     (tmp_path / "there.txt").write_text("text", encoding="utf-8")
     for wrong in (tmp_path / "gone.txt", tmp_path / "*.csv", tmp_path / "there.txt" / "x"):
         with pytest.raises(DataError, match=f"no such file: {tmp_path}") as error:
@@ -68,7 +68,7 @@ def test_a_missing_file_a_folder_and_a_pattern_without_match_are_refused_by_name
         data_files(files(tmp_path))
 
 
-def test_what_is_not_a_file_is_named_as_what_it_is(tmp_path):
+def test_a_pipe_or_a_device_is_refused_as_such(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(DataError, match=r"fifo is a pipe, and .* more than once; save it"):

@@ -46,7 +46,7 @@ def test_ids_are_those_of_tokenizers(gpt2, tmp_path):
         assert copy.sha256 == ours.sha256
 
 
-def test_eos_stands_for_what_is_not_there(gpt2):
+def test_a_missing_bos_or_unk_becomes_eos(gpt2):
     raw = json.loads(gpt2.to_str())
     ours = JsonTokenizer.of(raw, {"eos": 1, "bos": None, "unk": "<no such>"})
     assert (ours.unk_id, ours.bos_id, ours.eos_id) == (1, 1, 1)
@@ -54,7 +54,7 @@ def test_eos_stands_for_what_is_not_there(gpt2):
         JsonTokenizer.of(raw, {"eos": None, "bos": 1})
 
 
-def test_what_is_none_is_refused(gpt2):
+def test_bytes_that_are_no_tokenizer_json_are_refused(gpt2):
     ids = {"unk_id": 0, "bos_id": 0, "eos_id": 0}
     for content in (b"", b"{}", b"[]", json.dumps({**ids, "tokenizer": {}}).encode()):
         with pytest.raises(TokenizerError, match=r"not a tokenizer\.json"):
@@ -72,7 +72,7 @@ def test_ids_and_texts_out_of_range_are_refused(gpt2):
         ours.encode("\ud800")
 
 
-def test_none_refuses_every_text(tmp_path):
+def test_no_tokenizer_refuses_every_text(tmp_path):
     none = load_tokenizer(TokenizerConfig(kind="none", vocab_size=50), None)
     assert isinstance(none, NoTokenizer)
     assert none.vocab_size == 50

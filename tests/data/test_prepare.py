@@ -60,7 +60,7 @@ def test_streams_hold_every_document_between_bos_and_eos(tmp_path):
     assert whole.count(BOS) == whole.count(EOS) == len(WORDS)
 
 
-def test_meta_counts_what_is_there(tmp_path):
+def test_meta_has_the_counts_of_the_text(tmp_path):
     prepared = prepare(config(write(tmp_path, *WORDS, "Ünïcödé 你好\n")))
     meta = prepared.meta
     total = sum(len(text.encode()) for text in WORDS) + len("Ünïcödé 你好\n".encode())

@@ -312,7 +312,7 @@ def test_ctrl_c_ends_all_workers_and_keeps_finished_shards(tmp_path):
     assert (running.returncode, "Traceback" in printed) == (130, False)
     assert list(tokens.glob("*/shard-*.json"))
     written = sum(path.stat().st_size for path in tokens.glob("*/*.bin"))
-    assert written < 0.7 * 2 * (tmp_path / "big.txt").stat().st_size  # two bytes a token
+    assert written < 0.7 * 2 * (tmp_path / "big.txt").stat().st_size  # two bytes per token
 
 
 def test_a_worker_that_is_killed_is_an_error_of_one_line(tmp_path):

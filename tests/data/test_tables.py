@@ -261,7 +261,7 @@ def test_a_data_set_that_is_a_script_is_refused(tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_without_a_network_a_hub_source_fails_without_waiting_in_one_line(tmp_path, streaming):
-    # Nobody listens on port 9 of this machine, whether or not it has a network.
+    # No server listens on port 9 of this machine, whether or not it has a network.
     program = (
         "import time, sys\n"
         "import minillama.data.tables\n"

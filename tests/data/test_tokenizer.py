@@ -173,7 +173,7 @@ def test_save_and_load(tmp_path):
     assert isinstance(load_tokenizer(TokenizerConfig(kind="byte"), None), ByteTokenizer)
 
 
-def test_a_missing_or_foreign_model_file_is_refused_by_name(tmp_path):
+def test_a_missing_or_wrong_model_file_is_named(tmp_path):
     config = TokenizerConfig(kind="bpe")
     with pytest.raises(TokenizerError, match=r"gone\.model: No such file"):
         load_tokenizer(config, tmp_path / "gone.model")
@@ -185,7 +185,7 @@ def test_a_missing_or_foreign_model_file_is_refused_by_name(tmp_path):
         load_tokenizer(config, None)
 
 
-def foreign_model(**options) -> bytes:
+def default_sentencepiece_model(**options) -> bytes:
     """Train a model with sentencepiece's own defaults, as another project would."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -220,12 +220,12 @@ def test_a_dummy_prefix_is_put_before_the_first_part_only():
 
 @functools.cache
 def _with_dummy_prefix() -> SentencePieceTokenizer:
-    return SentencePieceTokenizer(foreign_model())
+    return SentencePieceTokenizer(default_sentencepiece_model())
 
 
 def test_a_model_without_eos_is_refused():
     with pytest.raises(TokenizerError, match="no bos or no eos"):
-        SentencePieceTokenizer(foreign_model(eos_id=-1))
+        SentencePieceTokenizer(default_sentencepiece_model(eos_id=-1))
 
 
 @given(text=st.text("ab ", max_size=60), limit=st.integers(1, 20))

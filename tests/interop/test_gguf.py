@@ -58,7 +58,7 @@ class LlamaCpp:
     def log_probabilities(self, prompt: list[int], vocab_size: int, plain_id: int) -> torch.Tensor:
         """Return log p of every id after ``prompt``.
 
-        The server tells them only of an id that is text of its own, hence the bias to one.
+        The server returns them only for an id that is text by itself, hence the bias to one.
         """
         bias = {"n_probs": vocab_size, "logit_bias": [[plain_id, 1000]]}
         answer = self.complete(prompt, 1, **bias)["completion_probabilities"][0]

@@ -47,7 +47,7 @@ def test_smaller_types_are_read_as_the_gguf_package_reads_them(dtype, save, tmp_
 
 
 def write(path: Any, architecture: str = "llama", tokenizer: str = "gpt2", **fields: Any) -> None:
-    """Write a file of one tensor, with metadata as given: ``a__b`` stands for ``a.b``."""
+    """Write a file of one tensor, with metadata as given: ``a__b`` means ``a.b``."""
     writer = gguf.GGUFWriter(path, architecture)
     settings = {
         "embedding_length": 16,

@@ -12,7 +12,7 @@ from minillama.evaluation import evaluate
 from minillama.interop.huggingface import export
 from minillama.training.checkpoint import load_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of its own dependencies
+pytestmark = pytest.mark.filterwarnings("ignore")  # of its dependencies
 
 DOCUMENTS = [
     {"context": "The result of a function", "choices": [" is its value", " value its is"]},
