@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,36 @@ def test_every_command_has_help_with_an_example(name, capsys):
     shown = capsys.readouterr().out
     assert f"example:\n  minillama {name}" in shown
     assert "--quiet" in shown
+
+
+QUICK = [["--help"], ["train", "--help"], ["config", "show", "tiny"], ["train", "tiny", "steps=1"]]
+
+
+@pytest.mark.parametrize("arguments", QUICK, ids=" ".join)
+def test_help_the_config_and_its_errors_load_no_torch(arguments):
+    code = (
+        "import sys\nfrom minillama.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=60)
+
+
+def test_help_the_config_and_its_errors_take_little_over_an_import():
+    """CPU time, which other processes change little; torch alone would take ten times as much."""
+
+    def cpu_seconds(*command):
+        def once():
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *command], capture_output=True, timeout=60)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+        return min(once() for _ in range(2))
+
+    libraries = cpu_seconds("-c", "import pydantic, yaml")
+    for arguments in QUICK:
+        assert cpu_seconds("-m", "minillama", *arguments) < 4 * libraries, arguments
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from safetensors.torch import load_file, save_file
 
 from minillama.config import RunConfig, load_config
 from minillama.errors import CheckpointError, ConfigError
-from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.model.norms import norm_parameter_names
+from minillama.model.transformer import Transformer
 from minillama.training.assemble import assemble
 from minillama.training.checkpoint import initialise_from, load_checkpoint
 from minillama.training.trainer import train
@@ -72,7 +73,7 @@ def test_a_swapped_norm_is_reinitialised_and_all_else_is_kept(parent, write):
     before = {name: w.clone() for name, w in model.state_dict().items()}
     new = initialise_from(model, parent)
     saved = load_checkpoint(parent)[0].state_dict()
-    norms = [name for name in before if is_norm_parameter(name)]
+    norms = norm_parameter_names(model)
     assert sorted(new) == sorted(norms)
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name] if name in norms else saved[name])
