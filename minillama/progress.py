@@ -30,6 +30,7 @@ class ProgressBar:
         self._began = self._written = time.monotonic()
         self._stream = SafeStream(sys.stderr)
         self._bar: tqdm[NoReturn] | None = None
+        self._text: str | None = None  # of the last line
         self._show = show and sys.stderr is not None
         if self._show and self._stream.isatty():
             self._bar = tqdm(
@@ -49,17 +50,28 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
 
-    def update(self, text: str = "") -> None:
-        """Count one step as done; ``text`` is shown beside the count."""
-        self._done += 1
+    def update(self, text: str = "", steps: int = 1) -> None:
+        """Count ``steps`` more as done; ``text`` is shown beside the count."""
+        self._done += steps
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update()
+            self._bar.update(steps)
+            if not steps:  # show the text and the time all the same
+                self._bar.refresh()
             return
         now = time.monotonic()
-        if self._show and (now - self._written >= LINE_EVERY or self._done == self._total):
-            left = (now - self._began) / (self._done - self._start) * (self._total - self._done)
+        complete = self._done == self._total and text != self._text
+        if self._show and (now - self._written >= LINE_EVERY or complete):
+            made = self._done - self._start
+            left = (now - self._began) / made * (self._total - self._done) if made > 0 else 0
             line = f"{self._name}: step {self._done}/{self._total}, {text}"
-            self._stream.write(line + (f", {format_duration(left)} left\n" if left else "\n"))
+            self.print(line + (f", {format_duration(left)} left" if left else ""))
+            self._written, self._text = now, text
+
+    def print(self, line: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(line, file=self._stream)
+        elif self._show:
+            self._stream.write(line + "\n")
             self._stream.flush()
-            self._written = now

@@ -6,15 +6,11 @@ import csv
 import io
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from minillama.ablation.grid import Cell
 from minillama.ablation.pool import Ended
@@ -27,18 +23,14 @@ from minillama.ablation.results import (
     table_row,
 )
 from minillama.files import explain_write_errors, write_atomic
-
-_LINE_SECONDS = 60.0
-"""How often the progress is printed where stderr is not a terminal."""
+from minillama.progress import ProgressBar
+from minillama.training.run_folder import RunFolder
 
 
 def is_finished(cell: Cell) -> bool:
     """Return whether the cell's run has ended, according to its summary."""
-    try:
-        summary = json.loads((cell.folder / "summary.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(summary, dict) and summary.get("finished") is True
+    summary = RunFolder(cell.folder).read_summary()
+    return summary is not None and summary["finished"] is True
 
 
 class CellTable:
@@ -106,40 +98,29 @@ class RunningSession:
 
 
 class Display:
-    """One progress bar for the whole grid, counted in steps, and a line for each cell that ends.
+    """Shows the progress of the whole grid, counted in steps, and a line for each cell that ends.
 
-    Where stderr is not a terminal, a plain line every minute replaces the bar.
+    Args:
+        name: of the ablation.
+        grid: all of its cells.
+        table: those that have ended.
+        show: False: show nothing.
     """
 
-    def __init__(self, grid: Sequence[Cell], table: CellTable, show: bool) -> None:
+    def __init__(self, name: str, grid: Sequence[Cell], table: CellTable, show: bool) -> None:
         self._table, self._n_cells, self._show = table, len(grid), show
         self._done = {cell.folder: cell.steps for cell in grid if cell.folder in table.rows}
         self._running: dict[Path, Cell] = {}
-        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._printed = time.monotonic()
-        self._bar = tqdm(
-            total=sum(cell.steps for cell in grid),
-            initial=sum(self._done.values()),
-            unit="step",
-            unit_scale=True,
-            smoothing=0.05,
-            disable=not show,
-            dynamic_ncols=self._is_terminal,
-            file=sys.stderr if self._is_terminal else io.StringIO(),
-            mininterval=0.1 if self._is_terminal else _LINE_SECONDS,
-            bar_format=None
-            if self._is_terminal
-            else "{n_fmt}/{total_fmt} steps [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
-        )
+        self._shown = sum(self._done.values())
+        self._bar = ProgressBar(name, sum(cell.steps for cell in grid), self._shown, show=show)
+        self.print = self._bar.print
 
     def __enter__(self) -> Display:
         self.poll()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._show and not self._is_terminal:
-            self.print(str(self._bar))
-        self._bar.close()
+        self._bar.__exit__()
 
     def started(self, cell: Cell) -> None:
         """Follow the progress of a cell from now on."""
@@ -160,14 +141,8 @@ class Display:
         if row["seconds"] is not None:
             what += f", {row['seconds']:.0f} s"
         place = f"[{len(self._table.rows)}/{self._n_cells}]"
-        self.print(f"{place} {cell.arm}, lr {cell.lr:g}, seed {cell.seed}: {what}")
+        self._bar.print(f"{place} {cell.arm}, lr {cell.lr:g}, seed {cell.seed}: {what}")
         self.poll()
-
-    def print(self, line: str) -> None:
-        """Print a line above the bar; a stderr that cannot be written does not end the ablation."""
-        if self._show and sys.stderr is not None:
-            with suppress(OSError, ValueError):
-                tqdm.write(line, file=sys.stderr)
 
     def poll(self) -> None:
         """Update the bar from the logs of the running cells."""
@@ -175,17 +150,9 @@ class Display:
             return
         steps = sum(self._done.values())
         steps += sum(min(_last_step(folder), cell.steps) for folder, cell in self._running.items())
-        self._bar.set_postfix_str(
-            f"{len(self._table.rows)}/{self._n_cells} cells, {len(self._running)} running",
-            refresh=False,
-        )
-        with suppress(OSError, ValueError):
-            self._bar.update(steps - self._bar.n)
-            if self._is_terminal:
-                self._bar.refresh()
-        if not self._is_terminal and time.monotonic() - self._printed >= _LINE_SECONDS:
-            self._printed = time.monotonic()
-            self.print(str(self._bar))
+        text = f"{len(self._table.rows)}/{self._n_cells} cells, {len(self._running)} running"
+        self._bar.update(text, steps - self._shown)
+        self._shown = steps
 
 
 def _last_step(folder: Path) -> int:

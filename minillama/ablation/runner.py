@@ -28,7 +28,7 @@ from minillama.ablation.progress import CellTable, Display, RunningSession, is_f
 from minillama.ablation.results import read_results
 from minillama.config.ablation import AblationConfig
 from minillama.config.loading import read_yaml
-from minillama.config.run import RunConfig, deciding_fields, parse_run, to_yaml
+from minillama.config.run import deciding_fields, parse_run, to_yaml
 from minillama.data.prepare import prepare
 from minillama.errors import (
     CellsCrashedError,
@@ -43,6 +43,7 @@ from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.training.device import pick_device
 from minillama.training.interrupt import StopSignal
 from minillama.training.metrics import read_metrics
+from minillama.training.run_folder import RunFolder
 from minillama.training.summary import hash_config
 
 _POLL_SECONDS = 0.3  # how often the progress and the stop signal are checked
@@ -123,7 +124,7 @@ def run(
         with (
             session,
             StopSignal() as stop,
-            Display(grid, table, progress) as display,
+            Display(config.name, grid, table, progress) as display,
             make_pool(todo, workers, threads) as pool,
         ):
             for event in _events(pool, stop, display):
@@ -260,7 +261,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _refuse_changed(grid: Sequence[Cell]) -> None:
-    """Make sure that no cell's folder holds a run of another config or of other plugins.
+    """Make sure that no cell's folder holds a run of another config or of plugins with other code.
 
     Raises:
         ConfigError: lists these cells, each with the first field that differs.
@@ -279,20 +280,15 @@ def _refuse_changed(grid: Sequence[Cell]) -> None:
                 changed.append(f"{cell.folder} has {name} = {was!r}, not {wanted!r}")
                 break
         else:
-            if saved.plugins and is_finished(cell) and not _made_by_these_plugins(cell, saved):
+            summary = RunFolder(cell.folder).read_summary()
+            if saved.plugins and summary and summary["config_hash"] != hash_config(saved):
                 changed.append(f"{cell.folder} was made before a file of plugins was edited")
     if changed:
         shown = "\n  ".join(changed[:5] + ([f"… {len(changed)} in all"] if changed[5:] else []))
         raise ConfigError(
-            "cells of another config are in this folder; delete their folders, or set another "
-            f"out_dir to keep them\n  {shown}"
+            "cells of another config or plugin are in this folder; delete their folders, or set "
+            f"another out_dir to keep them\n  {shown}"
         )
-
-
-def _made_by_these_plugins(cell: Cell, saved: RunConfig) -> bool:
-    """Return whether a finished cell's summary has the hash of its config and its plugins now."""
-    summary = json.loads((cell.folder / "summary.json").read_bytes())
-    return bool(summary.get("config_hash") == hash_config(saved))
 
 
 def _prepare_data(grid: Sequence[Cell]) -> None:

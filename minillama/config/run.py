@@ -57,7 +57,7 @@ from minillama.config.loading import (
 from minillama.config.model import ModelConfig
 from minillama.config.norms import NormConfig
 from minillama.config.shipped import find_config
-from minillama.errors import FieldError
+from minillama.errors import ConfigError, FieldError
 from minillama.plugins import load_plugins
 
 BYTE_VOCAB_SIZE = 259  # unk, bos, eos and the 256 bytes

@@ -2,7 +2,7 @@
 
     tokens ─▶ embed ─▶ [ attention ─▶ mlp ] × n_layers ─▶ final_norm ─▶ head ─▶ logits
 
-with each sub-layer between the norms that its placement has (:mod:`minillama.model.placement`).
+with each sub-layer between the norms that its placement has (:mod:`minillama.config.placement`).
 
 Shapes: B batch, T positions, D width, V vocabulary.
 """
@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from minillama.arguments import check_type, whole_number
 from minillama.config import ModelConfig
+from minillama.config.placement import PLACEMENTS
 from minillama.model.attention import Attention
 from minillama.model.kernels import IGNORED, LossOptions, linear, linear_cross_entropy
 from minillama.model.kv_cache import KVCache
 from minillama.model.mlp import MLP
-from minillama.model.norms import build_norm
-from minillama.model.placement import PLACEMENTS
+from minillama.model.norms import build_norm, norm_parameter_names
 from minillama.model.projection import Linear
 from minillama.model.rope import RotaryEmbedding, Rotation
 
@@ -32,14 +32,14 @@ from minillama.model.rope import RotaryEmbedding, Rotation
 class Block(nn.Module):
     """Attention, then MLP: x ← residual_norm(α·x + a·output_norm(f(s·input_norm(x)))) for each f.
 
-    The placement says which of the norms are there and what s, α and a are.
+    The placement determines which of the norms exist and what s, α and a are.
     """
 
     a: nn.Parameter | None
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        slots = PLACEMENTS.get(config.norm.placement).slots(layer + 1, config.n_layers)
+        slots = PLACEMENTS.get(config.norm.placement).slots(layer, config.n_layers)
         around_mlp = slots.mlp or slots
 
         def norm(present: bool, site: str) -> nn.Module:
@@ -87,7 +87,7 @@ class LossSums(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer; see the module's drawing.
+    """A decoder-only transformer; the diagram is in the module's docstring.
 
     Args:
         config: its shape; ``vocab_size`` must be set.
@@ -205,8 +205,8 @@ class Transformer(nn.Module):
         _check_tokens(tokens_BT)
         if targets_BT.shape != tokens_BT.shape or targets_BT.dtype not in _ID_DTYPES:
             raise ValueError(
-                f"targets of {targets_BT.dtype} and shape {tuple(targets_BT.shape)}: must be whole "
-                f"numbers (torch.long) of the tokens' shape, {tuple(tokens_BT.shape)}"
+                f"targets of {targets_BT.dtype} and shape {tuple(targets_BT.shape)}: must have "
+                f"the shape of the tokens, {tuple(tokens_BT.shape)}, and be whole numbers"
             )
         if not 0 <= z_loss < math.inf:
             raise ValueError(f"z_loss = {z_loss}: must be a finite number of at least 0")
@@ -232,8 +232,8 @@ def _check_tokens(tokens_BT: Tensor, cache: KVCache | None = None) -> None:
     check_type("tokens", tokens_BT, Tensor)
     if tokens_BT.ndim != 2 or tokens_BT.dtype not in _ID_DTYPES:
         raise ValueError(
-            f"tokens of {tokens_BT.dtype} and shape {tuple(tokens_BT.shape)}: must be whole "
-            "numbers (torch.long) of shape (batch, positions)"
+            f"tokens of {tokens_BT.dtype} and shape {tuple(tokens_BT.shape)}: must be "
+            "(batch, positions) whole numbers (torch.long)"
         )
     if cache is not None:
         check_type("cache", cache, KVCache)
@@ -262,8 +262,9 @@ def initialise(model: Transformer, seed: int) -> None:
     head.  A placement may divide some of them further (DeepNorm).
     """
     divisor = PLACEMENTS.get(model.config.norm.placement).init_divisor(model.config.n_layers)
+    norms = norm_parameter_names(model)
     for name, weight in model.named_parameters():
-        if is_norm_parameter(name) or weight.ndim < 2 or weight.is_meta:
+        if name in norms or weight.ndim < 2 or weight.is_meta:
             continue
         if model.config.init == "fan_in":
             std = weight.shape[1] ** -0.5

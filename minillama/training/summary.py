@@ -29,9 +29,9 @@ RECENT_LOSSES = 10
 def fate(final_loss: float, init_loss: float, unigram_entropy: float) -> Fate:
     """Return how a run ended, by its final validation loss; all in nats per token.
 
-    ``diverged``: not finite, or no better than at init.  ``collapsed``: otherwise, and no better
-    than the unigram entropy − 0.1, what counting tokens gives.  A check for NaN alone misses the
-    second, which is how post-norm models fail.
+    ``diverged``: not finite, or no better than at init.  ``collapsed``: otherwise, and not better
+    by ``COLLAPSE_MARGIN`` than the unigram entropy, which counting tokens gives.  A check for NaN
+    alone misses the second, which is how post-norm models fail.
     """
     if not math.isfinite(final_loss) or final_loss >= init_loss:
         return "diverged"

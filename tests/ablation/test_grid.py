@@ -1,9 +1,10 @@
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minillama.ablation.grid import arms, cells
+from minillama.ablation.grid import arms, cell_folders, cells
 from minillama.config.ablation import AblationConfig
 from minillama.errors import ConfigError
 
@@ -41,6 +42,15 @@ def test_each_cell_is_a_resolved_run_with_its_own_folder() -> None:
     assert len({c.folder for c in grid}) == len(grid)
 
 
+def test_any_arm_name_gives_a_short_safe_and_unique_folder() -> None:
+    names = ["Post", "post", "a/b", "a-b", "..", "x" * 300, "x" * 299 + "y", "é", "con fused"]
+    folders = {arm: path.parts[1] for (arm, _, _), path in cell_folders(names, [1], [0]).items()}
+    assert list(folders) == names
+    assert (folders["Post"], folders["a-b"]) == ("Post", "a-b")
+    assert all(re.fullmatch(r"[A-Za-z0-9_=+-][A-Za-z0-9._=+-]{,99}", f) for f in folders.values())
+    assert len({folder.lower() for folder in folders.values()}) == len(names)
+
+
 def test_arms_differ_only_in_what_they_override() -> None:
     grid = cells(ablation())
     rms, ln = (c.config.model_dump() for c in grid if c.lr == 1e-3 and c.seed == 0)
@@ -59,7 +69,7 @@ def test_nested_overrides_add_to_the_base_as_dotted_ones_do() -> None:
         assert config.model.norm.options == {"affine": True, "bias": False}
 
 
-def test_overrides_reach_every_arm_and_an_arm_has_the_last_word() -> None:
+def test_an_arm_overrides_the_overrides_of_all_arms() -> None:
     config = ablation(
         overrides={"train.steps": 7, "model.dim": 32},
         arms={"wide": {"model.dim": 64}, "narrow": None},
@@ -84,7 +94,7 @@ def test_axes_multiply_arms_and_keep_the_baseline_at_the_same_point() -> None:
     assert len(cells(config)) == 8 * 4
 
 
-def test_axes_with_equal_leaves_are_told_apart_and_equal_labels_refused() -> None:
+def test_axes_with_equal_leaves_have_longer_labels() -> None:
     config = ablation(axes={"optim.eps": [1e-8, 1e-6], "model.norm.eps": [1e-5]})
     assert arms(config)[0].name == "rms+optim.eps=1e-08+model.norm.eps=1e-05"
     twice = ablation(axes={"data.source": [{"kind": "pydocs"}, {"kind": "pydocs "}]})
@@ -92,7 +102,7 @@ def test_axes_with_equal_leaves_are_told_apart_and_equal_labels_refused() -> Non
         cells(twice)
 
 
-def test_all_faults_of_all_arms_are_reported_at_once() -> None:
+def test_all_errors_of_all_arms_are_reported_at_once() -> None:
     config = ablation(
         base={"tokenizer": {"kind": "byte"}, "train": {"stepz": 3}},
         arms={
@@ -115,7 +125,7 @@ def test_all_faults_of_all_arms_are_reported_at_once() -> None:
     assert "arms.rms" not in text
 
 
-def test_an_override_through_a_number_is_a_fault_of_its_arm() -> None:
+def test_an_override_through_a_number_is_an_error_of_its_arm() -> None:
     config = ablation(base={"train": {"steps": 3}}, arms={"rms": {}, "lost": {"train.steps.x": 1}})
     with pytest.raises(ConfigError, match=r"arms\.lost: override train\.steps\.x: train\.steps"):
         cells(config)
@@ -128,7 +138,7 @@ def test_a_grid_that_repeats_itself_is_refused() -> None:
         ablation(axes={"model.init": ["normal", "normal"]})
 
 
-def test_a_base_that_skips_goes_on_skipping_and_else_the_runner_says_when_to_stop() -> None:
+def test_a_base_that_skips_keeps_skipping_in_every_cell() -> None:
     def rule(**fields: Any) -> str:
         return cells(ablation(**fields))[0].config.train.on_nonfinite
 

@@ -100,7 +100,7 @@ def cells_that_train(on_nodes: Path) -> int:
 
 
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_grid_on_two_nodes_gives_the_table_of_the_local_runner_though_one_be_killed(
+def test_two_nodes_give_the_table_of_the_local_runner(
     kills: bool,
     cluster: Cluster,
     on_nodes: Path,
@@ -115,16 +115,17 @@ def test_a_grid_on_two_nodes_gives_the_table_of_the_local_runner_though_one_be_k
     thread = threading.Thread(target=lambda: folders.append(ray_runner.run(config)))
     thread.start()
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while kills and cells_that_train(on_nodes) < 2:  # one on each
             assert time.monotonic() < deadline
             time.sleep(0.05)
         if kills:
             cluster.remove_node(nodes.pop(), allow_graceful=False)
-        thread.join(120)
+        thread.join(600)  # a loaded machine needs more than a minute
     finally:
         for node in nodes:
             cluster.remove_node(node)
+    assert not thread.is_alive(), "the grid did not end in time"
     (folder,) = folders
     local = runner.run(ablation("local", steps, workers=1, threads=1), progress=False)
     assert rows(folder) == rows(local)
@@ -142,16 +143,16 @@ def test_a_grid_on_two_nodes_gives_the_table_of_the_local_runner_though_one_be_k
     assert (folder / "report.html").is_file()
 
 
-def test_a_cell_that_no_node_has_room_for_is_refused(cluster: Cluster, ablation: Any) -> None:
+def test_a_cell_too_large_for_every_node_is_refused(cluster: Cluster, ablation: Any) -> None:
     with pytest.raises(ConfigError, match="no node of the Ray cluster has 9999 cores"):
         ray_runner.run(ablation("wide", 4, kind="ray", threads=9999), progress=False)
 
 
-def test_no_cluster_is_a_fault_of_one_line(ablation: Any, tmp_path: Path) -> None:
+def test_a_missing_cluster_is_an_error_of_one_line(ablation: Any, tmp_path: Path) -> None:
     (tmp_path / "test.yaml").write_text(to_yaml(ablation("none", 4)))
     command = [sys.executable, "-m", "minillama", "ablate", "test.yaml", "runner.kind=ray"]
     command.append("runner.address=nowhere")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.startswith("minillama: runner.address = 'nowhere': no Ray cluster answers (")
     assert "start one with `ray start --head`" in done.stderr
