@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from minillama import launch
 from minillama.config import RunConfig
 from minillama.config.norms import NORM_KINDS
+from minillama.config.placement import PLACEMENTS
 from minillama.config.run import FilesSource
 from minillama.data.prepare import damaged_files, prepare
 from minillama.data.shards import Tokens
 from minillama.data.sources import read_documents
-from minillama.data.tokenizer import Tokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import ConfigError, DivergedError, RunFolderError
 from minillama.evaluation import evaluate
 from minillama.formatting import finite_json, text_table
 from minillama.model.convert import layernorm_to_rmsnorm
 from minillama.model.norms import NORM_BUILDERS
-from minillama.model.placement import PLACEMENTS
 from minillama.plugins import load_plugins
 from minillama.registry import unknown_name
 from minillama.sampling import SamplingOptions, stream

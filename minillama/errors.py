@@ -1,6 +1,6 @@
 """Every error that minillama raises on purpose, and the exit status a command ends with.
 
-    MinillamaError                      1    neither of the below
+    MinillamaError                      1    any other error
     ├── ConfigError (a ValueError)      2    the config or the arguments are wrong
     │   └── UnknownNameError            2    a name that no registry holds
     ├── DataError                       2    the user's text cannot be used as it is
@@ -9,13 +9,13 @@
     ├── CheckpointError                 1    a checkpoint is damaged or does not match
     ├── RunFolderError                  1    the run folder cannot be written
     ├── RankLostError                   1    a process that trains with this one is gone
-    ├── OtherRankError                  1    a process that trains with this one raised; or as that
+    ├── OtherRankError                  1    another rank raised; or the status of its error
     ├── CellsCrashedError               4    cells of an ablation crashed; the others are done
     ├── DivergedError                   3    loss or gradient is no longer finite
     └── InterruptedRunError             130  stopped by Ctrl-C or SIGTERM, after a clean save
 
 A message is one sentence on what is wrong and where, and one on what to do.  An ``assert`` in this
-package guards what only we could break; whatever a user can break raises one of these.
+package checks what only a bug in it could break; a user's error raises one of these.
 """
 
 from __future__ import annotations

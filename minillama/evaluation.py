@@ -35,9 +35,9 @@ def evaluate(
     ``batch_size`` (beyond rounding).  The sum is kept in float64.
 
     Args:
-        model: in whatever mode it is; it has no dropout.
+        model: in training or evaluation mode; it has no dropout.
         tokens: ids, 1-D of shape (N,), N at least 2; an array, a memory map, shards or a tensor.
-        n_bytes: UTF-8 bytes of the text that the ids stand for.
+        n_bytes: UTF-8 bytes of the text that the ids encode.
         seq_len: positions in a window; default: the model's ``max_seq_len``.
         batch_size: windows read at once.
 

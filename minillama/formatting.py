@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MISSING = "–"
-"""Stands where there is no number."""
+"""Printed where there is no number."""
 
 
 def format_number(value: float, digits: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""A user's own modules, imported so that what they register is known."""
+"""Import a user's modules, so that the norms and placements they register can be used."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOADED_PLUGINS: dict[str, ModuleType] = {}
 
 
 def load_plugins(plugins: Sequence[str]) -> None:
-    """Import each plugin, once a process, so that what it registers is known.
+    """Import each plugin, once per process, so that what it registers can be used.
 
-    A plugin is a module's dotted name or the path of a ``.py`` file; both are seen from the current
-    folder.  While it loads, it cannot read from stdin.
+    A plugin is a module's dotted name or the path of a ``.py`` file; both are relative to the
+    current folder.  While a plugin loads, stdin is empty.
 
     Raises:
         ConfigError: a plugin is missing, raises or exits.
@@ -111,7 +111,7 @@ def _import_file(path: str) -> ModuleType:
 
 @contextmanager
 def _empty_stdin() -> Iterator[None]:
-    """Let reads from stdin find its end: a worker's stdin would never give an answer."""
+    """Make stdin empty: a read from a worker's stdin would never return."""
     before, sys.stdin = sys.stdin, io.StringIO()
     try:
         yield

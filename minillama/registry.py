@@ -1,4 +1,4 @@
-"""Names that users write in a config, mapped to what they stand for."""
+"""Names that users write in a config, mapped to the objects they name."""
 
 from __future__ import annotations
 

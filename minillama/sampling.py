@@ -3,7 +3,7 @@
 One loop serves all: ``generate`` collects it, ``stream`` passes it on, ``generate_batch`` runs it
 on several prompts of unequal length, each of which gets what it would get alone.
 
-Past ``max_seq_len`` the context slides: its newer half is read again, and sampling goes on.
+Past ``max_seq_len`` the context slides: its newer half is read again, and sampling continues.
 
 Shapes: B prompts, V vocabulary.
 """

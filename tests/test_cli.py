@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ SMALL = [
 NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 
 
-def run(arguments, *, shell_suffix="", timeout=120, **environment):
+def run(arguments, *, shell_suffix="", timeout=300, **environment):
     """Run the command in a shell, so that a suffix can close or redirect its outputs."""
     words = [sys.executable, "-m", "minillama", *arguments]
     return subprocess.run(
@@ -44,6 +45,36 @@ def test_every_command_has_help_with_an_example(name, capsys):
     shown = capsys.readouterr().out
     assert f"example:\n  minillama {name}" in shown
     assert "--quiet" in shown
+
+
+QUICK = [["--help"], ["train", "--help"], ["config", "show", "tiny"], ["train", "tiny", "steps=1"]]
+
+
+@pytest.mark.parametrize("arguments", QUICK, ids=" ".join)
+def test_help_the_config_and_its_errors_load_no_torch(arguments):
+    code = (
+        "import sys\nfrom minillama.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=60)
+
+
+def test_help_the_config_and_its_errors_take_little_over_an_import():
+    """CPU time, which other processes change little; torch alone would take ten times as much."""
+
+    def cpu_seconds(*command):
+        def once():
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *command], capture_output=True, timeout=60)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+        return min(once() for _ in range(2))
+
+    libraries = cpu_seconds("-c", "import pydantic, yaml")
+    for arguments in QUICK:
+        assert cpu_seconds("-m", "minillama", *arguments) < 4 * libraries, arguments
 
 
 @pytest.mark.parametrize(
@@ -180,3 +211,35 @@ def test_configs_lists_every_shipped_config(capsys):
     listed = capsys.readouterr().out
     for command in ("train tiny", "train llama-7b", "ablate norms", "ablate quick", "train base"):
         assert f"minillama {command}\n" in listed
+
+
+# ------------------------------------------------------------------------------------------ Ctrl-C
+
+INTERRUPT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, module, path=None, target=None):
+        if module == os.environ["INTERRUPT_AT"]:
+            sys.meta_path.remove(self)
+            for _ in range(int(os.environ["INTERRUPTS"])):
+                os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize("module", ["minillama.cli", "yaml", "torch", "minillama.training.trainer"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_interrupt_during_imports_leaves_no_traceback(module, count, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT, encoding="utf-8")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run(
+        ["train", "tiny", *SMALL, f"out_dir={tmp_path / 'run'}"],
+        PYTHONPATH=paths,
+        INTERRUPT_AT=module,
+        INTERRUPTS=str(count),
+    )
+    assert done.returncode == 130
+    assert done.stderr in (b"", b"minillama: interrupted\n")
+    assert not (tmp_path / "run").exists()

@@ -14,7 +14,7 @@ CLASSES = {
 }
 
 
-def test_every_error_stands_in_the_drawing_with_its_exit_status_and_parent():
+def test_every_error_is_in_the_diagram_with_exit_status_and_parent():
     assert errors.__doc__ is not None
     drawn, parents = {}, {}
     line_of = re.compile(r"^ *((?:│   )*)([├└]── )?(\w+Error)\b.*?\s(\d+)\s", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Imports point downwards, and stand at the top of a file: read from the source, nothing is run."""
+"""Imports point downwards and are at the top of a file: read from the source, nothing is run."""
 
 import ast
 import graphlib
@@ -31,6 +31,7 @@ LAYERS = [
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 IMPORTS_IN_FUNCTIONS = {
+    "__main__.py",
     "bench/__init__.py",
     "cli.py",
     "data/files.py",
@@ -39,9 +40,9 @@ IMPORTS_IN_FUNCTIONS = {
     "training/checkpoint.py",
     "training/trainer.py",
 }
-"""A command loads what it needs; a run of one process, nothing of torch.distributed's engines; a
-config is assembled without torch unless it begins from a checkpoint; prepared data is used without
-`datasets` or pyarrow."""
+"""The entry point handles a Ctrl-C before it loads the command line; a command loads what it needs;
+a run of one process, nothing of torch.distributed's engines; a config is assembled without torch
+unless it begins from a checkpoint; prepared data is used without `datasets` or pyarrow."""
 UNKNOWN_TO_THE_MODEL = {"RunConfig", "TrainConfig", "OptimConfig", "DataConfig", "TokenizerConfig"}
 
 
@@ -50,7 +51,7 @@ def is_type_checking(node):
 
 
 def imports_in(tree, *, in_function=False):
-    """Yield (import, whether it stands in a function), those for type checkers aside."""
+    """Yield (import, whether it is in a function), those for type checkers aside."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node, in_function
@@ -85,7 +86,7 @@ def field_errors(package):
         else:
             part = place.parts[0].removesuffix(".py")
             if part not in RANK:
-                yield f"{place}: stands in no layer"
+                yield f"{place}: is in no layer"
                 continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for argument in called_names(tree):
@@ -236,7 +237,7 @@ def test_the_walk_sees_the_package():
             "config imports model",
         ),
         ("__init__.py", "from minillama.config import RunConfig", "the package itself imports"),
-        ("utils.py", "", "utils.py: stands in no layer"),
+        ("utils.py", "", "utils.py: is in no layer"),
     ],
 )
 def test_a_planted_error_is_found(tmp_path, file, source, expected):
@@ -294,7 +295,7 @@ def test_what_a_module_does_not_load(module, absent):
 
 
 def test_a_run_starts_without_the_slow_parts_of_torch(tmp_path):
-    """Each takes its share of a second, which a short cell of an ablation would pay anew."""
+    """Each takes its share of a second, which every short cell of an ablation would pay."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh " * 99)
     config = {

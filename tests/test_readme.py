@@ -1,4 +1,4 @@
-"""What the README shows works as it stands there."""
+"""The README's commands and code work as they are written."""
 
 import re
 import shlex

@@ -42,7 +42,7 @@ def greedy_by_hand(model, prompt, n):
     for _ in range(n):
         new.append(int(model(torch.tensor([context]))[0, -1].argmax()))
         context.append(new[-1])
-        if len(context) > window:  # the newer half is read anew
+        if len(context) > window:  # the newer half is read again
             context = context[len(context) // 2 :]
     return new
 
@@ -51,7 +51,7 @@ def greedy_by_hand(model, prompt, n):
 
 
 @pytest.mark.parametrize("prompt_length", [1, 5, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
-def test_greedy_decoding_equals_full_forward_passes_also_past_the_window(prompt_length):
+def test_greedy_decoding_equals_full_passes_also_past_the_window(prompt_length):
     prompt = [i * 7 % VOCAB for i in range(prompt_length)]
     assert generate(MODEL, prompt, 40, temperature=0) == greedy_by_hand(MODEL, prompt, 40)
 
@@ -65,7 +65,7 @@ def test_a_tiny_window_slides_too(window):
     assert len(generate(model, PROMPT, 15, seed=0)) == 15
 
 
-def test_temperature_0_is_greedy_whatever_the_seed_and_the_other_settings():
+def test_temperature_0_is_greedy_with_any_seed_and_settings():
     expected = generate(MODEL, PROMPT, 30, temperature=0)
     assert len(set(expected)) > 3  # worth comparing
     for seed, top_k, top_p in itertools.product((0, 1, None), (0, 5), (None, 0.5)):
@@ -330,7 +330,7 @@ def test_the_prompt_is_left_alone():
     assert prompt == PROMPT
 
 
-# ---------------------------------------------------------------- faults
+# ---------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""A small ablation on one worker that has all threads, and on several that share them out.
+"""A small ablation on one worker with all threads, and on several that share them.
 
 The same 8 cells (2 arms × 2 learning rates × 2 seeds) in each contender, each time into a new
-folder, as ``minillama ablate`` runs them: processes are started and modules imported anew.  What a
-first ablation pays once, tokenization and the compilation of the kernels, is paid before, into a
-cache of the benchmark's own, and told apart.
+folder, as ``minillama ablate`` runs them: each starts new processes, which import all modules.
+Tokenization and the compilation of the kernels, which happen once, are done before, into a separate
+cache, and reported separately.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ BASE: dict[str, Any] = {
     "optim": {"lr": 1e-2, "warmup_steps": 30},
     "train": {"steps": 150, "batch_size": 8, "eval_every": 0, "device": "cpu"},
 }
-"""What every cell starts from: the model of the shipped ablations, validated at init and at end."""
+"""The base of every cell: the shipped ablations' model, validated at init and at the end."""
 
 
 def bench(
     threads: Sequence[int] = (1,), rounds: int = 5, base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Run the grid with each sharing of ``max(threads)`` threads in turns.
+    """Run the grid with ``max(threads)`` threads, split among different numbers of workers.
 
     Args:
         threads: the greatest counts; workers are 1, 2, 4 … up to it and to the number of cells.
@@ -51,10 +51,10 @@ def bench(
     Returns:
         ``once``, the seconds of tokenization and of compilation; ``rows``, one for each contender:
         ``wall_s`` of the grid, ``ratio`` of it to one worker's in the same round, ``overhead_s``
-        of a cell (what its worker spent that was neither training nor validation, idle time
-        included), and from when a cell was taken up to its first step ``first_start_s``, the
-        slowest of a round, which starts a process, and ``later_start_s``, the median of those
-        whose worker was there; all with quartiles; ``machine``.
+        per cell (its worker's time outside training and validation, idle time included), and the
+        time until a cell's first step: ``first_start_s``, the slowest of a round, which includes
+        starting a process, and ``later_start_s``, the median of those on a running worker; all
+        with quartiles; ``machine``.
     """
     machine_now, cores = machine(), max(threads)
     shares = [w for w in (1, 2, 4, 8) if w <= min(cores, N_CELLS)]
@@ -90,9 +90,11 @@ def bench(
 
 
 def show(result: Mapping[str, Any]) -> str:
-    """Lay out what :func:`bench` returns for the eye."""
+    """Return the result of :func:`bench` as a text table."""
     shown = "{median:.2f} ({low:.2f}–{high:.2f})".format
-    lines = [["workers", "threads of each", "rounds", "s", "over one worker", "overhead a cell, s"]]
+    lines = [
+        ["workers", "threads of each", "rounds", "s", "over one worker", "overhead per cell, s"]
+    ]
     lines[0] += ["first start, s", "later starts, s"]
     for row in result["rows"]:
         lines.append([str(row[key]) for key in ("workers", "threads", "rounds")])

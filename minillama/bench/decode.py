@@ -2,7 +2,8 @@
 
 The model has the shape of stories15M (15 M parameters, 32,000 ids, tied head) and random weights:
 time does not depend on them.  Greedy, float32, one prompt; and 16 prompts of unequal length at once
-against one after another.  llama.cpp's figure is the one it reports itself, without its server.
+against one after another.  llama.cpp's figure is the one it reports itself, which excludes its
+server.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def bench(
     new_tokens: int = 256,
     model: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Generate ``new_tokens`` with each contender in turns, on each number of threads.
+    """Generate ``new_tokens`` with each contender in alternation, on each number of threads.
 
     Returns:
         ``rows``, one for each number of threads: ``tokens_per_s`` of each contender, ``speedup``,
@@ -78,7 +79,7 @@ def bench(
 
 
 def show(result: Mapping[str, Any]) -> str:
-    """Lay out what :func:`bench` returns for the eye."""
+    """Return the result of :func:`bench` as a text table."""
     shown = "{median:.2f} ({low:.2f}–{high:.2f})".format
     lines = [["threads", "rounds", *(f"{n} tokens/s" for n in (OURS, HF, LLAMA_CPP))]]
     lines[0] += [f"ours over {HF}", f"ours over {LLAMA_CPP}", "16 prompts over one by one"]
@@ -121,7 +122,7 @@ def _take_turns(
 def _contenders(
     ours: Transformer, file: Path, n_threads: int, new_tokens: int
 ) -> dict[str, Callable[[], float]]:
-    """Return what generates and tells its tokens/s."""
+    """Return the functions that generate text and return their tokens/s."""
     theirs, server = hf_llama(ours.config).train(False), _serve(file, n_threads, new_tokens)
     prompt = torch.tensor([_PROMPT])
     build: Any = GenerationConfig  # not typed

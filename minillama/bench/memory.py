@@ -1,4 +1,4 @@
-"""The peak memory of a training step at a large vocabulary, each contender in a process of its own.
+"""The peak memory of a training step at a large vocabulary, each contender in its own process.
 
     python -m minillama.bench.memory CONTENDER THREADS      two steps; prints its peaks as JSON
 
@@ -67,7 +67,7 @@ def _turned(middle: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, fl
 
 
 def show(result: Mapping[str, Any]) -> str:
-    """Lay out what :func:`bench` returns for the eye."""
+    """Return the result of :func:`bench` as a text table."""
     lines = [["threads", "contender", "peak MiB", "before MiB", "peak over HF's", "step over HF's"]]
     for row in result["rows"]:
         for name, peak in row["peak_mib"].items():

@@ -137,7 +137,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(result: Mapping[str, Any]) -> str:
-    """Lay out what :func:`bench` returns for the eye."""
+    """Return the result of :func:`bench` as a text table."""
     names = list(result["rows"][0]["ratio"])
     head = ["threads", "rows×d", "direction", "rounds", "µs", "GB/s", "copy GB/s", *names]
     lines = []

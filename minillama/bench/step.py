@@ -105,7 +105,7 @@ def _row(n_threads: int, shape: Shape, times: Mapping[str, Sequence[float]]) -> 
 
 
 def show(result: Mapping[str, Any]) -> str:
-    """Lay out what :func:`bench` returns for the eye."""
+    """Return the result of :func:`bench` as a text table."""
     peers = list(result["rows"][0]["speedup"])
     shown = "{median:.2f} ({low:.2f}–{high:.2f})".format
     lines = [

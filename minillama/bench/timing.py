@@ -1,8 +1,8 @@
-"""Timing contenders in turns, and what a table says of the machine.
+"""Time contenders in alternation, and describe the machine.
 
-A round times every contender once, in an order drawn anew, so that whatever else the machine does
-meets all of them alike; and each after an untimed call of its own, since else it would pay for the
-memory that the one before gave back to the system.  A ratio is the median, over the rounds, of two
+A round times every contender once, in a random order, so that other work on the machine slows all
+of them equally.  Each is called once untimed before that, since else it would pay for the memory
+that the previous one returned to the system.  A ratio is the median, over the rounds, of two
 times of the same round; its quartiles are kept beside it.  Times alone do not compare between
 machines.
 """
@@ -101,12 +101,12 @@ def _processor() -> str:
 
 
 def load_average() -> float | None:
-    """Return how many processes want a core just now, on systems that tell."""
+    """Return the load average of the last minute; None on systems that have none."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def table(title: str, note: str, result: Mapping[str, Any], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out a benchmark's rows under a line about the machine."""
+    """Return a benchmark's rows as a table, under a line about the machine."""
     machine = result["machine"]
     return "\n".join(
         [

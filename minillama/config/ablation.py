@@ -1,4 +1,4 @@
-"""The config of an ablation: a grid of runs, and how they are spread over the machine."""
+"""The config of an ablation: a grid of runs, and the workers that train them."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from minillama.registry import unknown_name
 
 
 class RunnerConfig(Section):
-    """How the cells of an ablation are spread over the machine."""
+    """The workers that train the cells of an ablation."""
 
     kind: Literal["local", "ray"] = Field(
         "local",
         description="local: processes of this machine; ray: tasks on a Ray cluster, whose nodes "
-        "need minillama, and the text under the same path, and give back all but checkpoints",
+        "need minillama, and the text under the same path, and return all but checkpoints",
     )
     workers: Positive | None = Field(
         None,
-        description="cells that train at once; default: one a core, or what the cluster has room "
-        "for",
+        description="cells that train at once; default: one per core, or as many as fit on the "
+        "cluster",
     )
     threads: Positive | None = Field(
         None, description="of each worker; default: cores / workers, 1 under ray"
@@ -57,11 +57,11 @@ class RunnerConfig(Section):
     gpus: NonNegativeFloat | None = Field(
         None, description="ray: GPUs of a cell, or a share of one; default: 1 on device cuda, or 0"
     )
-    retries: NonNegative = Field(3, description="ray: new starts of a cell whose node was lost")
+    retries: NonNegative = Field(3, description="ray: restarts of a cell whose node was lost")
     stop_hopeless: bool = Field(
         True,
-        description="end a cell at its first value that is not finite, where its fate, diverged, "
-        "is certain; nothing less is, so nothing else is cut and no measure changes",
+        description="end a cell at its first value that is not finite: it has diverged for "
+        "certain, so that no measure changes",
     )
 
     @model_validator(mode="after")
@@ -87,8 +87,8 @@ class AblationConfig(Section):
         lambda ablation: f"runs/{ablation['name']}", "the ablation's folder; default: runs/NAME"
     )
     base: str | dict[str, Any] = Field(
-        description="the run config that every cell starts from: a file, seen from this one, or a "
-        "mapping"
+        description="the run config that every cell starts from: a mapping, or a file, relative to "
+        "this one"
     )
     overrides: dict[str, Any] = Field(
         default_factory=dict, description="overrides of the base for every cell, by dotted name"
@@ -133,9 +133,9 @@ class AblationConfig(Section):
 
 
 def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationConfig:
-    """Read an ablation config; ``base.`` in an override leads into the run config it starts from.
+    """Read an ablation config; an override of ``base.`` changes the run config it starts from.
 
-    In the result ``base`` is a mapping, whatever the file had, so that no other file is needed.
+    In the result ``base`` is always a mapping, so that no other file is needed.
 
     Raises:
         ConfigError: the file, an override or any entry of the grid itself is wrong.  The runs are
@@ -147,7 +147,7 @@ def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationCo
         base = path.parent / expand_home(raw["base"])
         raw = {**raw, "base": without_derived(read_yaml(base))}
     owned = {f"base.{section}": keys for section, keys in OWNED_BY_KIND.items()}
-    # The file's overrides go first, so that `base.` on the command line has the last word.
+    # The file's overrides are applied first, so that `base.` on the command line takes precedence.
     text = text_fields(AblationConfig)
     text |= {f"base.{name}": kind for name, kind in text_fields(RunConfig).items()}
     raw = _folded(override(_folded(raw), parse_overrides(overrides, text), owned))
@@ -155,7 +155,7 @@ def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationCo
 
 
 def _folded(raw: dict[str, Any]) -> dict[str, Any]:
-    """Apply the overrides of every cell to the base that they are of."""
+    """Apply the overrides of every cell to the base."""
     base, overrides = raw.get("base"), raw.get("overrides")
     if not isinstance(base, dict) or not isinstance(overrides, dict):
         return raw

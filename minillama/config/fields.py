@@ -21,8 +21,8 @@ expand_home = os.path.expanduser  # where there is no home folder, Path.expandus
 PathText = Annotated[str, AfterValidator(expand_home)]
 """A path (or a URL), ``~`` being the home folder."""
 
-# What a field decides, said once, as `json_schema_extra` of the field.  Without one of these marks,
-# a change of the field makes another run.
+# What a field determines, as its `json_schema_extra`.  A run with another value of a field without
+# one of these marks is a different run.
 NO_EFFECT: dict[str, Any] = {"decides": "nothing"}
 """Two runs that differ in it have the same numbers."""
 RESUMABLE: dict[str, Any] = {"decides": "numbers, but a resumed run may change it"}

@@ -1,8 +1,8 @@
-"""From a YAML file to a checked, frozen section: the machinery under :mod:`minillama.config`.
+"""Load a YAML file, apply overrides, validate it as a frozen section.
 
     file ──read_yaml──▶ mapping ──override──▶ mapping ──check──▶ Section, or every error at once
 
-It knows no field of any config.
+This module knows the fields of no config.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def dump_yaml(value: Any) -> str:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds one mapping; a run folder stands for its ``config.yaml``.
+    """Read a YAML file that holds one mapping; of a run folder, its ``config.yaml``.
 
     Raises:
         ConfigError: there is no such file, it is not YAML, or it holds something else.
@@ -177,7 +177,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a config: {error}") from None
     raw = _parse_yaml(text, str(path))
-    if raw is None and from_a_run:  # or a run of nothing but defaults would start elsewhere
+    if raw is None and from_a_run:  # or a run with only defaults would start in another folder
         raise ConfigError(f"{path} is damaged: it is empty; name the file that the run came from")
     if raw is None:
         return {}
@@ -419,7 +419,7 @@ def field_errors(error: ValidationError, model: type[BaseModel]) -> list[FieldEr
     for detail in error.errors(include_url=False):
         path, siblings = _follow(model, detail["loc"])
         if detail["type"] == "default_factory_not_called":
-            continue  # a field that its formula needs is wrong, and is reported
+            continue  # a field that the formula needs is wrong, and is reported
         if detail["type"] == "field_errors":
             for inner in detail["ctx"]["errors"]:
                 errors.append(
@@ -484,9 +484,9 @@ def check(model: type[SectionT], raw: Mapping[str, Any], where: str) -> SectionT
         holes: set[str] = set()
         for wrong in found:
             present = set(filter(is_present, (wrong.path, wrong.other)))
-            # A missing entry, or one item of a list, takes the entry around it along.
+            # For a missing entry, or an item of a list, the entry around it is dropped.
             holes |= present or {_innermost(rest, wrong.path)}
-        # Without its kind, a section means nothing.
+        # A section without its kind cannot be validated.
         holes = {hole.removesuffix(".kind") for hole in holes if hole}
         if not holes:
             break

@@ -54,7 +54,7 @@ def _head_dim(model: dict[str, Any]) -> int:
 class ModelConfig(Section):
     """The shape of the transformer."""
 
-    vocab_size: Positive | None = Field(None, description="ids in all; default: the tokenizer's")
+    vocab_size: Positive | None = Field(None, description="number of ids; default: the tokenizer's")
     dim: Positive = Field(128, description="width of the residual stream")
     n_layers: Positive = 4
     n_heads: Positive = 4
@@ -102,7 +102,7 @@ class ModelConfig(Section):
 
     @property
     def known_vocab_size(self) -> int:
-        """``vocab_size``, of which a model needs to know the number.
+        """``vocab_size``, which a model needs.
 
         Raises:
             ConfigError: it is not set.
@@ -113,5 +113,5 @@ class ModelConfig(Section):
 
 
 def advice(model: ModelConfig) -> list[str]:
-    """Return what is legal in ``model`` and yet makes a comparison unfair; a line each."""
+    """Return what is valid in ``model`` but makes a comparison unfair, one line each."""
     return NORM_KINDS.get(model.norm.kind).advice(model)

@@ -1,26 +1,8 @@
-"""The table of norms, the table of placements, and the config section that chooses from them.
+"""The table of norms, and the config section that chooses a norm and its placement.
 
 A built-in kind of norm is one row of :data:`NORM_KINDS` here and one class in
-:mod:`minillama.model.norms`; a user's is ``register_norm``.  A placement is one row of
-:data:`PLACEMENTS`, of the user's as well (:func:`register_placement`).  Nothing here loads torch.
-
-Each sub-layer f (attention or MLP) runs one formula, whose slots are the identity where empty:
-
-    x ← residual_norm(α·x + a·output_norm(f(s·input_norm(x))))
-
-    placement   input  output  residual  scales         final norm  source
-    pre         N                                       yes         Xiong 2020; Llama
-    post                       N                        no          Vaswani 2017
-    reordered          N                                yes         OLMo 2; Swin v2
-    peri        N      N                                yes         Kim 2025; Gemma 2 ("sandwich")
-    scaled      N                        s = 1/√ℓ       yes         Sun 2025, LayerNorm scaling
-    deepnorm                   N         α = (2L)^¼     no          Wang 2022, DeepNet
-    rezero                               a learned      no          Bachlechner 2020
-    mix         post in the first ⌊L/4⌋ layers, then pre  yes       Li 2024, Mix-LN
-    hybrid      q, k and v normed; N behind attention's  yes        Zhuo 2025, HybridNorm
-                residual sum; nothing around the MLP
-
-ℓ counts layers from 1, as the papers do; L is their number.
+:mod:`minillama.model.norms`; ``register_norm`` adds a kind of yours.  Where the norms are is
+:mod:`minillama.config.placement`.  Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -40,6 +22,7 @@ from pydantic import (
 
 from minillama.config.fields import NonNegativeFloat, PositiveFloat
 from minillama.config.loading import NotBool, Section, field_errors, refuse
+from minillama.config.placement import PLACEMENTS
 from minillama.errors import FieldError
 from minillama.registry import Registry, unknown_name
 
@@ -115,10 +98,10 @@ def _dyt_advice(model: ModelConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class NormKind:
-    """One row of the table: what a config and `minillama norms` need to know of a kind of norm.
+    """One row of the table: what a config and `minillama norms` need to know about a kind of norm.
 
-    ``options`` is the section of its options; ``advice(model)`` returns what is legal in the config
-    of a model with this norm and yet makes a comparison unfair, a line each.
+    ``options`` is the section of its options; ``advice(model)`` returns what is valid in
+    the config of a model with this norm but makes a comparison unfair, one line each.
     """
 
     formula: str
@@ -145,132 +128,21 @@ for _name, _row in {
     NORM_KINDS.register(_name, _row)
 
 
-# -------------------------------------------------------------------------------------- placements
-
-
-@dataclass(frozen=True)
-class Slots:
-    """What stands around one sub-layer: which norms, and the scales.
-
-    Around both sub-layers of a block the same, unless ``mlp`` says otherwise for the MLP.
-    """
-
-    input: bool = False
-    output: bool = False
-    residual: bool = False
-    s: float = 1.0
-    alpha: float = 1.0
-    gated: bool = False
-    """a is learned, one number for the block, 0 at start."""
-    qkv: bool = False
-    """Queries, keys and values are normed, each head separately."""
-    mlp: Slots | None = None
-
-
-@dataclass(frozen=True)
-class Placement:
-    """One row of the table.
-
-    ``slots(layer, n_layers)`` gives what stands around the sub-layers of a block; ``layer`` counts
-    from 1.  ``final_norm`` is whether a norm stands before the head.  ``init_divisor(n_layers)``
-    divides the starting weights of the MLP, v_proj and o_proj.
-    """
-
-    formula: str
-    source: str
-    slots: Callable[[int, int], Slots]
-    final_norm: bool = True
-    init_divisor: Callable[[int], float] = lambda n_layers: 1.0
-
-    @property
-    def norms_qkv(self) -> bool:
-        """Whether it norms queries, keys and values, in the first layer at least."""
-        return self.slots(1, 1).qkv
-
-
-PLACEMENTS: Registry[Placement] = Registry("norm placement")
-
-
-def register_placement(name: str, placement: Placement) -> None:
-    """Add a row to the table, under a name that configs may use.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
-    PLACEMENTS.register(name, placement)
-
-
-def _in_every_layer(slots: Slots) -> Callable[[int, int], Slots]:
-    return lambda layer, n_layers: slots
-
-
-_PRE, _POST = Slots(input=True), Slots(residual=True)
-
-for _name, _placement in {
-    "pre": Placement("x + f(N(x))", "Xiong et al. 2020, 2002.04745; Llama", _in_every_layer(_PRE)),
-    "post": Placement(
-        "N(x + f(x))",
-        "Vaswani et al. 2017, 1706.03762",
-        _in_every_layer(_POST),
-        final_norm=False,
-    ),
-    "reordered": Placement(
-        "x + N(f(x))",
-        "OLMo 2, 2501.00656; Liu et al. 2021, 2111.09883",
-        _in_every_layer(Slots(output=True)),
-    ),
-    "peri": Placement(
-        "x + N(f(N(x)))",
-        "Kim et al. 2025, 2502.02732; Gemma 2",
-        _in_every_layer(Slots(input=True, output=True)),
-    ),
-    "scaled": Placement(
-        "x + f(N(x) / √ℓ), ℓ the layer from 1",
-        "Sun et al. 2025, 2502.05795",
-        lambda layer, n_layers: Slots(input=True, s=layer**-0.5),
-    ),
-    "deepnorm": Placement(
-        "N((2L)^¼ · x + f(x)), L the number of layers",
-        "Wang et al. 2022, 2203.00555",
-        lambda layer, n_layers: Slots(residual=True, alpha=(2 * n_layers) ** 0.25),
-        final_norm=False,
-        init_divisor=lambda n_layers: (8 * n_layers) ** 0.25,
-    ),
-    "rezero": Placement(
-        "x + a · f(x), a learned, 0 at the start",
-        "Bachlechner et al. 2020, 2003.04887",
-        _in_every_layer(Slots(gated=True)),
-        final_norm=False,
-    ),
-    "mix": Placement(
-        "the first ⌊L/4⌋ layers post, the others pre",
-        "Li et al. 2024, 2412.13795",
-        lambda layer, n_layers: _POST if layer <= n_layers // 4 else _PRE,
-    ),
-    "hybrid": Placement(
-        "y = x + attention of normed q, k, v; N(y) + mlp(N(y))",
-        "Zhuo et al. 2025, 2503.04598",
-        _in_every_layer(Slots(residual=True, qkv=True, mlp=Slots())),
-    ),
-}.items():
-    register_placement(_name, _placement)
-
-
 # ---------------------------------------------------------------------------------------- section
 
 
 class NormConfig(Section):
-    """Which norm, and where it stands."""
+    """The kind of norm, its options and its placement."""
 
     kind: str = Field("rmsnorm", description="a registered norm kind; `minillama norms` lists them")
     eps: NonNegativeFloat = Field(1e-6, description="ε, added inside the root")
-    placement: str = Field("pre", description="where the norm stands around each sub-layer")
+    placement: str = Field("pre", description="where the norms are around each sub-layer")
     qk_norm: Literal["none", "head", "full"] = Field(
         "none", description="RMSNorm of queries and keys before RoPE: per head, or over all heads"
     )
     embed_norm: bool = Field(False, description="a norm after the embedding")
     final_norm: bool | None = Field(
-        None, description="a norm before the head; default: as the placement has it"
+        None, description="a norm before the head; default: as the placement says"
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="the options of this kind of norm"

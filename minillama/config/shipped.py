@@ -1,4 +1,4 @@
-"""The configs that come with the package, which a command takes by name: ``minillama train tiny``.
+"""The configs that are part of the package, used by name: ``minillama train tiny``.
 
 They are the repository's ``configs/``; the wheel holds them as ``minillama/configs/``.
 """
@@ -22,7 +22,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(config: str | Path) -> Path:
-    """Return the path that ``config`` means: itself if it exists, else the shipped one so named.
+    """Return the path of ``config``: itself if it exists, else the shipped config of that name.
 
     Raises:
         ConfigError: ``config`` is a bare name, and neither a path nor a shipped config.

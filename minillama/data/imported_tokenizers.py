@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from minillama.data.tokenizer_base import Tokenizer, check_text
 from minillama.errors import TokenizerError
 
 try:
@@ -38,7 +39,7 @@ def _explained(what: str) -> Iterator[None]:
         raise TokenizerError(f"{what}: {error}") from None
 
 
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A tokenizer.json, run by Hugging Face's ``tokenizers``; special tokens typed are text.
 
     Raises:
@@ -73,7 +74,7 @@ class JsonTokenizer:
         """Build it from a tokenizer.json.
 
         ``special`` names unk, bos and eos by their text or their id; where there is no bos or no
-        unk, as in Qwen's, eos stands for it.
+        unk, as in Qwen's, eos is used for it.
 
         Raises:
             TokenizerError: it cannot be opened, or there is no eos.
@@ -92,34 +93,14 @@ class JsonTokenizer:
     def __reduce__(self) -> tuple[type[JsonTokenizer], tuple[bytes]]:
         return JsonTokenizer, (self._content,)
 
-    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """Return the ids of ``text``, between bos and eos if asked for.
-
-        Raises:
-            TokenizerError: the text is no valid Unicode, or the tokenizer cannot encode it.
-        """
-        ids = [self.bos_id] if bos else []
-        for part in self.encode_parts(text):
-            ids += part
-        return [*ids, self.eos_id] if eos else ids
-
     def encode_parts(self, text: str) -> Iterator[list[int]]:
         """Yield the ids of ``text``, all at once: where it may be cut is not known."""
+        check_text(text)
         with _explained("the text cannot be encoded"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         yield ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids`` without special ones.
-
-        Raises:
-            TokenizerError: an id is out of range.
-        """
-        ids = [int(i) for i in ids]
-        if bad := [i for i in ids if not 0 <= i < self.vocab_size]:
-            raise TokenizerError(
-                f"id {bad[0]} is out of range; this tokenizer has ids 0 to {self.vocab_size - 1}"
-            )
+    def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def token(self, number: int) -> str:
@@ -131,8 +112,8 @@ class JsonTokenizer:
         path.write_bytes(self._content)
 
 
-class NoTokenizer:
-    """Stands for the tokenizer of a model that came without one: only ids can be used."""
+class NoTokenizer(Tokenizer):
+    """The tokenizer of a model that came without one: only ids can be used."""
 
     unk_id, bos_id, eos_id = 0, 1, 2
 
@@ -140,16 +121,11 @@ class NoTokenizer:
         self.vocab_size = vocab_size
         self.sha256 = hashlib.sha256(f"none of {vocab_size}".encode()).hexdigest()
 
-    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """Refuse it."""
-        self._refuse()
-
     def encode_parts(self, text: str) -> Iterator[list[int]]:
         """Refuse it."""
         self._refuse()
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Refuse it."""
+    def _decode(self, ids: list[int]) -> str:
         self._refuse()
 
     def save(self, path: Path) -> None:

@@ -30,7 +30,8 @@ from minillama.data.files import cache_entry
 from minillama.data.shard_writer import Shard, ShardWriter
 from minillama.data.shards import ShardFile, TokenShards, are_complete
 from minillama.data.sources import no_text, open_source, source_hash
-from minillama.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from minillama.data.tokenizer import ByteTokenizer, load_tokenizer, train_tokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import DataError, TokenizerError
 from minillama.files import atomic_file, cache_folder, sha256_of_file, write_atomic
 

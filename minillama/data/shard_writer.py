@@ -30,7 +30,7 @@ from minillama import launch
 from minillama.data.shards import ShardFile, are_complete
 from minillama.data.sources import DocumentStream
 from minillama.data.split import Piece, Place, read_blocks, split_block
-from minillama.data.tokenizer import Tokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import MinillamaError, SourceUnreachableError
 from minillama.files import atomic_file, remove_unfinished, write_atomic
 

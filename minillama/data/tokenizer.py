@@ -1,7 +1,7 @@
 """Text to ids and back: sentencepiece BPE trained on the data, or one id per UTF-8 byte.
 
 Both give back any text exactly: ``decode(encode(text)) == text``.  Special ids (unk 0, bos 1,
-eos 2) stand for no text: whatever a user types, ``"</s>"`` too, is encoded as plain text.
+eos 2) are no text: whatever a user types, ``"</s>"`` too, is encoded as plain text.
 
 The BPE model uses only settings that transformers' LlamaTokenizer and llama.cpp reproduce: no
 normalisation, no space put in front, byte fallback.  One text differs there: sentencepiece writes a
@@ -17,12 +17,12 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import sentencepiece
 
 from minillama.config.run import BYTE_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE, TokenizerConfig
 from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
+from minillama.data.tokenizer_base import Tokenizer, check_text
 from minillama.errors import TokenizerError
 
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
@@ -40,70 +40,20 @@ _WITHOUT_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 _LOGGER = logging.getLogger("minillama")
 
 
-class Tokenizer(Protocol):
-    """What the rest of the package needs from a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """How many ids there are."""
-
-    @property
-    def unk_id(self) -> int:
-        """The id of the unknown."""
-
-    @property
-    def bos_id(self) -> int:
-        """The id that begins a document or a prompt."""
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends a document."""
-
-    @property
-    def sha256(self) -> str:
-        """The sha256 (hex) of all that decides which ids a text gets."""
-
-    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """Return the ids of ``text``; TokenizerError if it is no valid Unicode text."""
-
-    def encode_parts(self, text: str) -> Iterator[list[int]]:
-        """Yield the ids of ``text`` in lists of bounded length, for texts of any size."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids`` without special ones; TokenizerError if one is no id."""
-
-    def save(self, path: Path) -> None:
-        """Write what :func:`load_tokenizer` needs to the file ``path``; bytes need nothing."""
-
-
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One id per UTF-8 byte: byte b is id b + 3, after unk, bos and eos."""
 
     vocab_size = BYTE_VOCAB_SIZE
     unk_id, bos_id, eos_id = UNK_ID, BOS_ID, EOS_ID
     sha256 = hashlib.sha256(b"minillama byte tokenizer, id = byte + 3").hexdigest()
 
-    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """Return the ids of ``text``, between bos and eos if asked for.
-
-        Raises:
-            TokenizerError: the text holds a lone surrogate.
-        """
-        return _framed(self, text, bos, eos)
-
     def encode_parts(self, text: str) -> Iterator[list[int]]:
         """Yield the ids of ``text`` in lists of bounded length."""
-        _check_unicode(text)
+        check_text(text)
         for part in split_text(text, _PART_CHARS):
             yield [byte + _FIRST_BYTE_ID for byte in part.encode()]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids``; bytes that are no valid UTF-8 become U+FFFD.
-
-        Raises:
-            TokenizerError: an id is out of range.
-        """
-        ids = _checked(ids, self.vocab_size)
+    def _decode(self, ids: list[int]) -> str:
         return bytes(i - _FIRST_BYTE_ID for i in ids if i >= _FIRST_BYTE_ID).decode(
             "utf-8", "replace"
         )
@@ -112,7 +62,7 @@ class ByteTokenizer:
         """Write nothing: there is nothing to remember."""
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model, given as the bytes of its file.
 
     Of a model that was not trained here only its own promises hold: one with a normaliser or
@@ -149,21 +99,13 @@ class SentencePieceTokenizer:
     def __reduce__(self) -> tuple[type[SentencePieceTokenizer], tuple[bytes]]:
         return SentencePieceTokenizer, (self._model,)
 
-    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """Return the ids of ``text``, between bos and eos if asked for.
-
-        Raises:
-            TokenizerError: the text holds a lone surrogate.
-        """
-        return _framed(self, text, bos, eos)
-
     def encode_parts(self, text: str) -> Iterator[list[int]]:
         """Yield the ids of ``text`` in lists of bounded length.
 
         The text is cut before a space that follows another character, where no piece trained here
         reaches across, so that the ids are those of the whole text.
         """
-        _check_unicode(text)
+        check_text(text)
         encode = self._processor.encode
         for part in split_text(text, _PART_CHARS):
             if self._typed_space is None or _SPACE not in part:
@@ -176,13 +118,7 @@ class SentencePieceTokenizer:
                 yield ids
             encode = self._inner.encode
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids``; bytes that are no valid UTF-8 become U+FFFD.
-
-        Raises:
-            TokenizerError: an id is out of range.
-        """
-        ids = _checked(ids, self.vocab_size)
+    def _decode(self, ids: list[int]) -> str:
         return str(self._processor.decode([i for i in ids if i not in self._special]))
 
     def save(self, path: Path) -> None:
@@ -273,7 +209,7 @@ def _sentences(documents: Iterable[str]) -> Iterator[str]:
     # The trainer would take ▁ for a space, and would drop a whole sentence that holds ▅.
     reserved = re.compile(f"[{_SPACE}{_UNKNOWN}]")
     for document in documents:
-        _check_unicode(document)
+        check_text(document)
         for stretch in reserved.split(document[:left]):
             yield from split_text(stretch, _SENTENCE_CHARS)
         left -= len(document)
@@ -309,30 +245,3 @@ def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
     except (RuntimeError, UnicodeDecodeError) as error:  # the latter in wording the former
         raise TokenizerError("not a sentencepiece model") from error
     return processor
-
-
-def _framed(tokenizer: Tokenizer, text: str, bos: bool, eos: bool) -> list[int]:
-    ids = [tokenizer.bos_id] if bos else []
-    for part in tokenizer.encode_parts(text):
-        ids += part
-    return [*ids, tokenizer.eos_id] if eos else ids
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise TokenizerError(
-            f"the text has a lone surrogate, {text[error.start]!a}, at character {error.start}; "
-            "that is no Unicode text: remove it, or read the text as UTF-8"
-        ) from None
-
-
-def _checked(ids: Iterable[int], vocab_size: int) -> list[int]:
-    ids = [int(i) for i in ids]
-    for i in ids:
-        if not 0 <= i < vocab_size:
-            raise TokenizerError(
-                f"id {i} is out of range; this tokenizer has ids 0 to {vocab_size - 1}"
-            )
-    return ids

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from minillama.config import ModelConfig
+from minillama.config.placement import PLACEMENTS
 from minillama.errors import ConfigError, FieldError
-from minillama.model.placement import PLACEMENTS
 
 Format = Literal["transformers", "llama.cpp"]
 

@@ -21,7 +21,8 @@ from minillama.config import RunConfig
 from minillama.config.loading import check
 from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from minillama.data.imported_tokenizers import NoTokenizer
-from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import CheckpointError, ConfigError, FieldError, TokenizerError
 from minillama.files import atomic_file, explain_write_errors
 from minillama.interop.architectures import (

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
-from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import CheckpointError, ConfigError, TokenizerError
 from minillama.files import explain_write_errors, new_folder
 from minillama.interop import hf_config

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from minillama.config import ModelConfig, RunConfig
 from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
-from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import CheckpointError, ConfigError
 from minillama.files import explain_write_errors
 from minillama.interop.architectures import Architecture

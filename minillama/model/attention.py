@@ -21,11 +21,11 @@ from minillama.model.rope import Rotation, rotate
 
 
 class Attention(nn.Module):
-    """softmax(q·kᵀ / √K)·v over the positions up to each position's own.
+    """softmax(q·kᵀ / √K)·v, each position attending to itself and those before it.
 
     ``qk_norm`` puts an RMSNorm on queries and keys before RoPE: over each head's features
-    (``head``, Qwen 3), or over the whole projection (``full``, OLMo 2).  It is an RMSNorm whatever
-    the kind of the model's norms, so that a swap of those changes nothing here.  ``qkv_norm`` norms
+    (``head``, Qwen 3), or over the whole projection (``full``, OLMo 2).  It is always an
+    RMSNorm, so that another kind of norm in the model changes nothing here.  ``qkv_norm`` norms
     each head's queries, keys and values with the model's kind of norm (HybridNorm).
 
     Raises:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from minillama.config import ModelConfig
-from minillama.config.norms import PLACEMENTS, NormConfig, Placement, Slots
+from minillama.config.norms import NormConfig
+from minillama.config.placement import PLACEMENTS, Placement, Slots
 from minillama.errors import ConfigError, FieldError
 from minillama.model.transformer import Transformer
 
 
 def _only_reads(placement: Placement, n_layers: int) -> bool:
     """Return whether its norms only read the stream, and none of their output is written to it."""
-    all_slots = [placement.slots(layer + 1, n_layers) for layer in range(n_layers)]
+    all_slots = [placement.slots(layer, n_layers) for layer in range(n_layers)]
     return all(slots == Slots(input=True, s=slots.s) for slots in all_slots)
 
 

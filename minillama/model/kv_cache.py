@@ -39,9 +39,14 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of ``layer``; return all so far, (B, G, S, K) each."""
+        """Store the new keys and values of ``layer``; return all so far, (B, G, S, K) each.
+
+        Raises:
+            ValueError: the cache is full.
+        """
         end = self.length + k_BGTK.shape[2]
-        assert end <= self.capacity
+        if end > self.capacity:
+            raise ValueError(f"{end} positions are more than the cache's {self.capacity}")
         self.k_LBGSK[layer, :, :, self.length : end] = k_BGTK
         self.v_LBGSK[layer, :, :, self.length : end] = v_BGTK
         return self.k_LBGSK[layer, :, :, :end], self.v_LBGSK[layer, :, :, :end]
@@ -50,8 +55,10 @@ class KVCache:
         """Store one new position of ``layer`` and attend from it to all, (B, 1, H, K).
 
         ``heads`` are its queries, keys and values, before RoPE, (B, 1, H + 2G, K).
+
+        Raises:
+            ValueError: the cache is full.
         """
-        assert self.length < self.capacity
         k_BGSK, v_BGSK = self.k_LBGSK[layer], self.v_LBGSK[layer]
         return decode_attention(heads_B1MK, rotation, k_BGSK, v_BGSK, self.length, self.pad_B)
 

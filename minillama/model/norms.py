@@ -1,4 +1,4 @@
-"""The norms: each opens with its equation, its paper, where ε stands and the order of casts.
+"""The norms, each with its equation, its paper, where ε is added and the order of casts.
 
     kind        formula                          learned, start
     rmsnorm     x / √(mean(x²) + ε) · γ          γ = 1
@@ -11,7 +11,8 @@
 
 All act on the last dimension, return the dtype and shape they were given, and take their statistics
 in float32 (float64 for float64) whatever the input's dtype.  A constructor draws nothing from a
-random generator.  ``register_norm`` adds a kind of your own.
+random generator.  ``forward`` raises ValueError where the last dimension has another size.
+``register_norm`` adds a kind of yours.
 """
 
 from __future__ import annotations
@@ -36,13 +37,22 @@ BuildT = TypeVar("BuildT", bound=Callable[..., nn.Module])
 NORM_BUILDERS: Registry[Callable[..., nn.Module]] = Registry(NORM_KINDS.what)
 """The class, or function, that builds each kind of :data:`minillama.config.norms.NORM_KINDS`."""
 
+_NORM_CLASSES: set[type[nn.Module]] = set()
+"""The class of every norm that was registered or built."""
+
 
 def _builds(kind: str) -> Callable[[BuildT], BuildT]:
     def register(build: BuildT) -> BuildT:
-        NORM_BUILDERS.register(kind, build)
+        _register_builder(kind, build)
         return build
 
     return register
+
+
+def _register_builder(kind: str, build: Callable[..., nn.Module]) -> None:
+    NORM_BUILDERS.register(kind, build)
+    if isinstance(build, type):
+        _NORM_CLASSES.add(build)
 
 
 def _checked_dim(dim: int) -> int:
@@ -55,6 +65,14 @@ def _checked_eps(eps: float) -> float:
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
         raise ValueError(f"eps = {eps!r}: must be a finite number of at least 0")
     return float(eps)
+
+
+def _check_width(x: Tensor, dim: int) -> None:
+    if x.shape[-1:] != (dim,):
+        raise ValueError(
+            f"a norm of {dim} features was given x of shape {tuple(x.shape)}; build it for the "
+            "size of x's last dimension"
+        )
 
 
 def _checked_start(name: str, value: float) -> Tensor:
@@ -117,6 +135,7 @@ class RMSNorm(nn.Module):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
     def _scaled(self, x: Tensor) -> Tensor:
+        _check_width(x, self.dim)
         gain: Tensor | None = self.weight
         if self.unit_offset and gain is not None:
             gain = 1 + gain.to(_wide(x))
@@ -162,6 +181,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` of shape (..., dim)."""
+        _check_width(x, self.dim)
         weight = None if self.weight is None else self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         # Autocast would hand back float32 for a bfloat16 input.
@@ -188,6 +208,7 @@ class ScaleNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` of shape (..., dim)."""
+        _check_width(x, self.dim)
         wide = x.to(_wide(x))
         return (self.g * F.normalize(wide, dim=-1, eps=self.eps)).to(x.dtype)
 
@@ -206,6 +227,7 @@ class L2Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` of shape (..., dim)."""
+        _check_width(x, self.dim)
         return F.normalize(x.to(_wide(x)), dim=-1, eps=self.eps).to(x.dtype)
 
 
@@ -224,7 +246,7 @@ class DyT(nn.Module):
         alpha: α at the start, one learned number.
         alpha_attention: α at the start where ``site`` is ``"attention"``; None: ``alpha``.
         bias: learn β.
-        site: where the norm stands: ``attention``, ``mlp``, ``embed`` or ``final``.
+        site: where the norm is used: ``attention``, ``mlp``, ``embed`` or ``final``.
     """
 
     bias: nn.Parameter | None
@@ -246,6 +268,7 @@ class DyT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Squash ``x`` of shape (..., dim)."""
+        _check_width(x, len(self.weight))
         y = self.weight * torch.tanh(self.alpha * x.to(_wide(x)))
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
@@ -274,6 +297,7 @@ class Derf(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Squash ``x`` of shape (..., dim)."""
+        _check_width(x, len(self.weight))
         y = self.weight * torch.erf(self.alpha * x.to(_wide(x)) + self.shift)
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
@@ -294,7 +318,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def is_builtin(kind: str) -> bool:
-    """Return whether the norm ``kind`` is one of this module, and not a user's own."""
+    """Return whether the norm ``kind`` is one of this module, not registered by a user."""
     return NORM_BUILDERS.get(kind).__module__ == __name__
 
 
@@ -322,7 +346,7 @@ def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable
         }
         model: type[BaseModel] = create_model(f"{name} options", __base__=Section, **options)
         row = NormKind(formula or (build.__doc__ or "").split("\n")[0], source, model)
-        NORM_BUILDERS.register(name, build)
+        _register_builder(name, build)
         NORM_KINDS.register(name, row)
         return build
 
@@ -330,7 +354,7 @@ def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable
 
 
 def build_norm(config: NormConfig, dim: int, site: str = "") -> nn.Module:
-    """Build the norm that ``config`` names, for ``dim`` features, to stand at ``site``.
+    """Build the norm that ``config`` names, for ``dim`` features, to be used at ``site``.
 
     Raises:
         UnknownNameError: no such kind is registered.
@@ -339,4 +363,16 @@ def build_norm(config: NormConfig, dim: int, site: str = "") -> nn.Module:
     parameters = inspect.signature(build).parameters
     given = {"eps": config.eps, "site": site}
     wanted = {name: value for name, value in given.items() if name in parameters}
-    return build(dim, **wanted, **config.options)
+    norm = build(dim, **wanted, **config.options)
+    _NORM_CLASSES.add(type(norm))  # a function may return any module
+    return norm
+
+
+def norm_parameter_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that belong to norms, by the classes of the modules."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if type(module) in _NORM_CLASSES
+        for name, _ in module.named_parameters()
+    }

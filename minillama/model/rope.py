@@ -5,7 +5,7 @@ position · θ^(−2j / head_dim):
 
     [x₁, x₂] → [x₁·cos − x₂·sin,  x₂·cos + x₁·sin]
 
-Angles, cosines and sines are float32 whatever the model's dtype: bfloat16 cannot represent
+Angles, cosines and sines are always computed in float32: bfloat16 cannot represent
 position 257.  Shapes: B batch, T positions, H heads, K features of a head.
 """
 

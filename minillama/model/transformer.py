@@ -2,7 +2,7 @@
 
     tokens ─▶ embed ─▶ [ attention ─▶ mlp ] × n_layers ─▶ final_norm ─▶ head ─▶ logits
 
-with each sub-layer between the norms that its placement has (:mod:`minillama.model.placement`).
+with each sub-layer between the norms that its placement has (:mod:`minillama.config.placement`).
 
 Shapes: B batch, T positions, D width, V vocabulary.
 """
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minillama.config import ModelConfig
+from minillama.config.placement import PLACEMENTS
 from minillama.model.attention import Attention
 from minillama.model.kernels import IGNORED, LossOptions, linear, linear_cross_entropy
 from minillama.model.kv_cache import KVCache
 from minillama.model.mlp import MLP
-from minillama.model.norms import build_norm
-from minillama.model.placement import PLACEMENTS
+from minillama.model.norms import build_norm, norm_parameter_names
 from minillama.model.projection import Linear
 from minillama.model.rope import RotaryEmbedding, Rotation
 
@@ -31,14 +31,14 @@ from minillama.model.rope import RotaryEmbedding, Rotation
 class Block(nn.Module):
     """Attention, then MLP: x ← residual_norm(α·x + a·output_norm(f(s·input_norm(x)))) for each f.
 
-    The placement says which of the norms are there and what s, α and a are.
+    The placement determines which of the norms exist and what s, α and a are.
     """
 
     a: nn.Parameter | None
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        slots = PLACEMENTS.get(config.norm.placement).slots(layer + 1, config.n_layers)
+        slots = PLACEMENTS.get(config.norm.placement).slots(layer, config.n_layers)
         around_mlp = slots.mlp or slots
 
         def norm(present: bool, site: str) -> nn.Module:
@@ -86,7 +86,7 @@ class LossSums(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer; see the module's drawing.
+    """A decoder-only transformer; the diagram is in the module's docstring.
 
     Args:
         config: its shape; ``vocab_size`` must be set.
@@ -134,12 +134,20 @@ class Transformer(nn.Module):
         With a ``cache``, ``tokens`` follow those already in it, and are added to it.
 
         Raises:
-            ValueError: more than ``max_seq_len`` positions.
+            ValueError: ``tokens`` is not (B, T), or has more than ``max_seq_len`` positions.
         """
         return self.head(self.hidden(tokens_BT, cache))
 
     def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Return the input of the head, (B, T, D)."""
+        """Return the input of the head, (B, T, D).
+
+        Raises:
+            ValueError: ``tokens`` is not (B, T), or has more than ``max_seq_len`` positions.
+        """
+        if tokens_BT.ndim != 2:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens_BT.shape)}: must be (batch, positions)"
+            )
         n_tokens = tokens_BT.shape[1]
         n_before = 0 if cache is None else cache.length
         if n_before + n_tokens > self.config.max_seq_len:
@@ -180,7 +188,15 @@ class Transformer(nn.Module):
 
         The objective adds ``z_loss`` · (log Z)², which keeps the softmax's normaliser Z near one
         (Chowdhery 2022, PaLM).  Logits are float32 here (float64 in a float64 model).
+
+        Raises:
+            ValueError: the targets have another shape than the tokens, or these do not fit.
         """
+        if targets_BT.shape != tokens_BT.shape:
+            raise ValueError(
+                f"targets of shape {tuple(targets_BT.shape)}: must have the shape of the tokens, "
+                f"{tuple(tokens_BT.shape)}"
+            )
         targets_N = targets_BT.flatten()
         objective, cross_entropy = linear_cross_entropy(
             self.hidden(tokens_BT).flatten(0, 1),
@@ -196,11 +212,6 @@ class Transformer(nn.Module):
         return sums.objective / sums.n_targets.clamp(min=1)
 
 
-def is_norm_parameter(name: str) -> bool:
-    """Tell whether the parameter ``name`` belongs to a norm."""
-    return any(module.endswith("_norm") for module in name.split(".")[:-1])
-
-
 _DEEPNORM_SCALED = {"v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -213,8 +224,9 @@ def initialise(model: Transformer, seed: int) -> None:
     head.  A placement may divide some of them further (DeepNorm).
     """
     divisor = PLACEMENTS.get(model.config.norm.placement).init_divisor(model.config.n_layers)
+    norms = norm_parameter_names(model)
     for name, weight in model.named_parameters():
-        if is_norm_parameter(name) or weight.ndim < 2 or weight.is_meta:
+        if name in norms or weight.ndim < 2 or weight.is_meta:
             continue
         if model.config.init == "fan_in":
             std = weight.shape[1] ** -0.5

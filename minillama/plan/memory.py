@@ -114,7 +114,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Execution:
-    """How the model runs, as far as it decides what is kept for the backward pass."""
+    """How the model runs, in so far as it determines what is kept for the backward pass."""
 
     autocast: bool = False
     """Matrix products are in bfloat16; the residual stream stays float32."""
@@ -132,7 +132,7 @@ class Execution:
 
     @property
     def product(self) -> int:
-        """Bytes of a number that a matrix product gives."""
+        """Bytes of one number of a matrix product's result."""
         return BFLOAT16 if self.autocast else FLOAT32
 
 
@@ -195,7 +195,7 @@ def _measure(config_json: str, layer: int | None, how: Execution) -> Kept:
             module.blocks = nn.ModuleList()
         else:
             module = Block(config, layer)
-        module.float()  # whatever torch's default dtype is
+        module.float()  # torch's default dtype may be another
     few_bytes, many_bytes = (_saved_bytes(module, config, how, n) for n in (few, many))
     per_token = (many_bytes - few_bytes) / (many - few)
     return Kept(per_token, few_bytes - few * per_token)
@@ -226,7 +226,7 @@ def _saved_bytes(module: nn.Module, config: ModelConfig, how: Execution, n_token
             y_BTD = module(x_BTD, rotation)
     for tensor in (*module.parameters(), *rotation, y_BTD):
         storages.pop(tensor.untyped_storage().data_ptr(), None)
-    # What a block gives is the input of the next, which counts it; the head's input counts here.
+    # The output of a block is the input of the next, which counts it; the head's input counts here.
     head_input = y_BTD.untyped_storage().nbytes() if isinstance(module, Transformer) else 0
     return sum(storages.values()) + head_input
 

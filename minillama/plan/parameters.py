@@ -6,17 +6,15 @@ is allocated; so norms of the user's own are counted as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from minillama.config import ModelConfig
+from minillama.config.placement import PLACEMENTS, Slots
 from minillama.errors import ConfigError
-from minillama.model.norms import build_norm
-from minillama.model.placement import PLACEMENTS, Slots
-from minillama.model.transformer import Block, is_norm_parameter
+from minillama.model.norms import build_norm, norm_parameter_names
+from minillama.model.transformer import Block
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def layer_kinds(config: ModelConfig) -> list[tuple[int, int]]:
     placement = PLACEMENTS.get(config.norm.placement)
     layers: dict[Slots | None, list[int]] = {}
     for layer in range(config.n_layers):
-        slots = _without_scales(placement.slots(layer + 1, config.n_layers))
+        slots = _without_scales(placement.slots(layer, config.n_layers))
         layers.setdefault(slots, []).append(layer)
     return [(same[0], len(same)) for same in layers.values()]
 
@@ -69,14 +67,14 @@ def count_parameters(config: ModelConfig) -> Parameters:
     """
     parts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head", "other"), 0)
 
-    def add(parameters: Iterable[tuple[str, nn.Parameter]], times: int) -> None:
-        for name, parameter in parameters:
-            parts[_part_of(name)] += times * parameter.numel()
-
     try:
         with torch.device("meta"):
             for layer, times in layer_kinds(config):
-                add(Block(config, layer).named_parameters(), times)
+                block = Block(config, layer)
+                norms = norm_parameter_names(block)
+                for name, parameter in block.named_parameters():
+                    module = "norms" if name in norms else name.split(".")[0]
+                    parts[module if module in parts else "other"] += times * parameter.numel()
             for site in _norms_around_blocks(config):
                 norm = build_norm(config.norm, config.dim, site)
                 parts["norms"] += sum(parameter.numel() for parameter in norm.parameters())
@@ -94,10 +92,3 @@ def _norms_around_blocks(config: ModelConfig) -> list[str]:
     if has_final is None:
         has_final = PLACEMENTS.get(norm.placement).final_norm
     return ["embed"] * norm.embed_norm + ["final"] * has_final
-
-
-def _part_of(name: str) -> str:
-    if is_norm_parameter(name):
-        return "norms"
-    module = name.split(".")[0]
-    return module if module in ("attention", "mlp") else "other"

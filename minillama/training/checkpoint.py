@@ -31,11 +31,13 @@ from torch import Tensor
 from minillama.config import RunConfig
 from minillama.config.loading import check
 from minillama.config.run import load_plugins_of
-from minillama.data.tokenizer import Tokenizer, load_tokenizer
+from minillama.data.tokenizer import load_tokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import CheckpointError, ConfigError, MinillamaError
 from minillama.files import explain_write_errors, new_folder, sha256_of_file
+from minillama.model.norms import norm_parameter_names
 from minillama.model.sizes import absurd_sizes, misfits
-from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.model.transformer import Transformer
 from minillama.training.checkpoint_folders import (
     CONFIG,
     OPTIMIZER,
@@ -340,15 +342,17 @@ def initialise_from(model: Transformer, path: str | Path) -> list[str]:
     """
     folder, saved, weights, *_ = read_checkpoint(path)
     old, norm = saved.model.norm, model.config.norm
-    own = model.state_dict()
+    own, norms = model.state_dict(), norm_parameter_names(model)
+    with torch.device("meta"):
+        old_norms = norm_parameter_names(Transformer(saved.model))
     same_kind = (old.kind, old.options) == (norm.kind, norm.options)
 
     def fits(name: str) -> bool:
         is_qk_norm = old.qk_norm == norm.qk_norm != "none" and name.split(".")[-2] in QK_NORMS
         return name in own and own[name].shape == weights[name].shape and (same_kind or is_qk_norm)
 
-    loaded = {name: w for name, w in weights.items() if not is_norm_parameter(name) or fits(name)}
-    new = [name for name in own if name not in loaded and is_norm_parameter(name)]
+    loaded = {name: w for name, w in weights.items() if name not in old_norms or fits(name)}
+    new = [name for name in own if name not in loaded and name in norms]
     load_weights(model, {**loaded, **{name: own[name] for name in new}}, folder)
     return new
 

@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minillama.config.run import TrainConfig
 from minillama.files import sha256_of_file
-from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.model.norms import norm_parameter_names
+from minillama.model.transformer import Transformer
 from minillama.training.parallel import LocalModel, Ranks
 
 
@@ -47,10 +48,11 @@ class FsdpModel(LocalModel):
         policy = MixedPrecisionPolicy(
             param_dtype=half, reduce_dtype=half and torch.float32, cast_forward_inputs=False
         )
+        norms = norm_parameter_names(model)
         self._whole = [
             parameter
             for name, parameter in model.named_parameters()
-            if parameter.ndim < 2 or is_norm_parameter(name)
+            if parameter.ndim < 2 or name in norms
         ]
         for parameter in self._whole:
             parameter.data = parameter.data.to(device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minillama.config.run import OptimConfig
-from minillama.model.transformer import is_norm_parameter
+from minillama.model.norms import norm_parameter_names
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Where one fused kernel updates all weights; on two CPU cores it takes 0.2 to 0.4 of the time of
@@ -49,8 +49,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
     the rest, without decay.  Tied weights are one parameter and count once.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    norms = norm_parameter_names(model)
     for name, parameter in model.named_parameters():
-        groups[parameter.ndim >= 2 and not is_norm_parameter(name)].append(parameter)
+        groups[parameter.ndim >= 2 and name not in norms].append(parameter)
     devices = {parameter.device.type for group in groups.values() for parameter in group}
     return AdamW(
         [

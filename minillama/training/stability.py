@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from minillama.config import RunConfig
-from minillama.config.norms import PLACEMENTS
+from minillama.config.placement import PLACEMENTS
 from minillama.config.run import TrainConfig
 from minillama.errors import DataError
 from minillama.formatting import join_words

@@ -41,7 +41,8 @@ from minillama.data.prepare import Prepared, prepare
 from minillama.errors import DivergedError, InterruptedRunError, MinillamaError
 from minillama.evaluation import scores, windows
 from minillama.model.kernels import IGNORED
-from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.model.norms import norm_parameter_names
+from minillama.model.transformer import Transformer
 from minillama.plan.limit import refuse_what_cannot_fit
 from minillama.progress import ProgressBar
 from minillama.sampling import generate
@@ -232,11 +233,11 @@ class Trainer:
         model.recompute = config.train.recompute
         if model.recompute and self.device.type == "cpu":
             return_freed_memory()
-        norms = {n: p for n, p in model.named_parameters() if is_norm_parameter(n)}
+        norms = norm_parameter_names(model)
         matrices = {n: p for n, p in model.named_parameters() if n not in norms and p.ndim > 1}
         self.facts = {
             "n_params": sum(p.numel() for p in model.parameters()),
-            "n_norm_params": sum(p.numel() for p in norms.values()),
+            "n_norm_params": sum(model.get_parameter(name).numel() for name in norms),
             "unigram_entropy": prepared.meta.unigram_entropy,
             "n_val_tokens": prepared.meta.n_val_tokens,
             "weights_hash": hash_tensors(matrices),

@@ -31,7 +31,7 @@ def test_an_ablation_has_arms_rates_and_seeds(ablation):
     assert ablation("seeds=[0, 1, 2]").seeds == [0, 1, 2]
 
 
-def test_the_base_is_read_from_beside_the_ablation_and_can_be_overridden(ablation):
+def test_the_base_is_a_path_relative_to_the_ablation_and_overridable(ablation):
     config = ablation("base=base.yaml")
     assert (
         config.base == "base.yaml"

@@ -80,7 +80,7 @@ def test_a_sound_mapping_becomes_a_frozen_section():
             change()
 
 
-def test_all_errors_are_reported_at_once_each_with_its_path_value_and_rule():
+def test_all_errors_are_reported_at_once_with_path_value_and_rule():
     raw = {
         "name": 3,
         "limt": 1,
@@ -101,7 +101,7 @@ def test_all_errors_are_reported_at_once_each_with_its_path_value_and_rule():
     ]
 
 
-def test_rules_about_two_fields_are_checked_though_others_are_at_error():
+def test_rules_about_two_fields_are_checked_despite_other_errors():
     raw = {"name": 3, "inner": {"depth": 20, "shape": {"kind": "box", "width": 1, "height": 2}}}
     assert errors_in(raw) == [
         "name = 3: should be a valid string",

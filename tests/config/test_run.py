@@ -167,7 +167,7 @@ train: {micro_batch_size: 5}
     assert lines[1:] == [f"  {expected}" for expected in found]
 
 
-def test_a_bad_kind_brings_no_complaint_about_the_options_of_the_default_kind(errors_in):
+def test_a_wrong_kind_causes_no_errors_about_the_options(errors_in):
     assert len(errors_in("model: {norm: {kind: layernrm, options: {bias: false}}}")) == 1
     assert len(errors_in("tokenizer: {kind: bytes, vocab_size: 259}")) == 1
 
@@ -437,7 +437,7 @@ def _models_in(annotation):
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
-def test_every_config_that_ships_loads_and_says_what_it_takes_and_shows(path):
+def test_every_shipped_config_loads_and_documents_time_and_purpose(path):
     assert load_config(path).name == path.stem
     comment = path.read_text(encoding="utf-8").split("\n\n")[0]
     assert "# Takes: " in comment
@@ -486,7 +486,7 @@ def test_what_was_set_in_a_run_is_kept_under_an_override(load):
     assert (config.out_dir, config.train.micro_batch_size) == ("mine", 4)
 
 
-def test_a_runs_config_without_overrides_or_with_its_own_values_stays_what_it_is(load):
+def test_a_runs_config_is_unchanged_by_overrides_with_its_values(load):
     config = load("", "model.dim=96", "model.n_heads=3")
     run = to_yaml(config)
     assert load(run) == load(run, "model.dim=96") == load(run, "train.steps=1000") == config

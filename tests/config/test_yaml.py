@@ -107,7 +107,7 @@ def test_not_a_number_is_one(tmp_path):
         (b"a: \xff\n", "cannot be read as a config"),
     ],
 )
-def test_a_file_that_is_not_a_mapping_in_yaml_is_refused_with_its_place(tmp_path, text, message):
+def test_a_file_that_is_no_yaml_mapping_is_refused_with_its_line(tmp_path, text, message):
     with pytest.raises(ConfigError) as error:
         read(tmp_path, text)
     assert message in str(error.value)
@@ -135,7 +135,7 @@ def test_a_missing_file_is_refused(tmp_path, name):
         read_yaml(tmp_path / name)
 
 
-def test_anchors_and_merges_are_read_and_what_a_merge_brings_is_no_second_key(tmp_path):
+def test_anchors_and_merges_are_read_and_may_be_overridden(tmp_path):
     text = """
 base: &base {kind: 1, mode: 1}
 deep: {inner: &inner {<<: *base, kind: 2}}

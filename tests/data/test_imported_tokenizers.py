@@ -68,8 +68,12 @@ def test_ids_and_texts_out_of_range_are_refused(gpt2):
     ours = JsonTokenizer.of(json.loads(gpt2.to_str()), {"eos": 0})
     with pytest.raises(TokenizerError, match="id 999 is out of range"):
         ours.decode([999])
-    with pytest.raises(TokenizerError, match="cannot be encoded"):
+    with pytest.raises(TokenizerError, match="lone surrogate"):
         ours.encode("\ud800")
+    with pytest.raises(TokenizerError, match="must be a string, not int: 5"):
+        ours.encode(5)
+    with pytest.raises(TokenizerError, match="integer ids, not 'x'"):
+        ours.decode("x")
 
 
 def test_no_tokenizer_refuses_every_text(tmp_path):

@@ -4,6 +4,7 @@ import io
 import itertools
 import pickle
 
+import numpy as np
 import pytest
 import sentencepiece
 from hypothesis import example, given
@@ -69,6 +70,18 @@ def test_an_id_out_of_range_is_named(tokenizer):
     for wrong in (-1, tokenizer.vocab_size):
         with pytest.raises(TokenizerError, match=f"id {wrong} is out of range"):
             tokenizer.decode([3, wrong])
+
+
+@both
+def test_arguments_of_the_wrong_type_are_refused(tokenizer):
+    for text in (5, None, b"fox", ["fox"]):
+        with pytest.raises(TokenizerError, match="the text must be a string, not"):
+            tokenizer.encode(text)
+    for ids in ("fox", "", 5, None, [1.5], ["x"], [[1]]):
+        with pytest.raises(TokenizerError, match="decode takes a list of integer ids, not"):
+            tokenizer.decode(ids)
+    ids = tokenizer.encode("fox")
+    assert tokenizer.decode(np.array(ids)) == tokenizer.decode(iter(ids)) == "fox"
 
 
 @both

@@ -8,7 +8,8 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import ConfigError, TokenizerError
 from minillama.interop import hf_tokenizer
 from minillama.interop.sentencepiece_proto import read_pieces, write_pieces

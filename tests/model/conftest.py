@@ -3,7 +3,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from minillama.config import norms as norm_config
+from minillama.config.norms import NORM_KINDS
+from minillama.config.placement import PLACEMENTS
 from minillama.model.kernels import library
 from minillama.model.norms import NORM_BUILDERS
 
@@ -11,7 +12,7 @@ from minillama.model.norms import NORM_BUILDERS
 @pytest.fixture
 def scratch_registries(monkeypatch):
     """Let a test register norms and placements that no other test sees."""
-    for registry in (NORM_BUILDERS, norm_config.NORM_KINDS, norm_config.PLACEMENTS):
+    for registry in (NORM_BUILDERS, NORM_KINDS, PLACEMENTS):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 

@@ -120,7 +120,7 @@ def test_query_head_i_reads_kv_head_i_over_the_group_size():
 @pytest.mark.parametrize(("qk_norm", "shapes"), [("head", (6, 6)), ("full", (24, 12))])
 def test_qk_norm_has_a_gain_of_a_head_or_of_the_whole_projection(qk_norm, shapes):
     attention, _ = build(4, 2, qk_norm=qk_norm, kind="layernorm", eps=0.25)
-    assert type(attention.q_norm).__name__ == "RMSNorm"  # whatever the kind of the model's norms
+    assert type(attention.q_norm).__name__ == "RMSNorm"  # for every kind of the model's norms
     assert attention.q_norm.eps == attention.k_norm.eps == 0.25
     assert (attention.q_norm.weight.numel(), attention.k_norm.weight.numel()) == shapes
 

@@ -140,7 +140,7 @@ def test_sizes_that_do_not_fit_are_refused(
     n_stored = 3 if heads == (2, 1) else heads[0] + 2 * n_kv_heads
     for learns in (False, True):
         qkv = tensor(2, length, n_stored, 6).requires_grad_(learns)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ValueError, match="must be qkv"):
             causal_attention(qkv, rotation_of(4, 6, torch.float64), *heads)
 
 

@@ -1,4 +1,4 @@
-"""The decoder: each way of reading a token gives the logits of the whole sequence."""
+"""The decoder gives the logits of a forward pass over the whole sequence, on each of its paths."""
 
 from __future__ import annotations
 
@@ -124,5 +124,5 @@ def test_nothing_is_read_beyond_the_cache() -> None:
     decoder = Decoder(model, KVCache(model.config, 1, 2))
     decoder.read([1])
     decoder.read([2])
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="position 2: must be below"):
         decoder.read([3])

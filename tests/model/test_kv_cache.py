@@ -63,7 +63,7 @@ def test_cached_decoding_equals_the_full_forward_at_every_position(model):
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_however_a_prompt_is_cut_into_chunks_the_logits_are_those_of_the_whole(sizes, seed):
+def test_chunks_of_a_prompt_give_the_logits_of_the_whole(sizes, seed):
     sizes = [size for place, size in enumerate(sizes) if sum(sizes[: place + 1]) <= LENGTH]
     tokens = ids(2, sum(sizes), seed=seed)
     torch.testing.assert_close(
@@ -73,7 +73,7 @@ def test_however_a_prompt_is_cut_into_chunks_the_logits_are_those_of_the_whole(s
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=4), st.integers(0, 99), st.integers(1, 4))
 @settings(max_examples=30, deadline=None)
-def test_prompts_of_unequal_length_give_the_logits_that_each_gives_alone(lengths, seed, chunk):
+def test_unequal_prompts_in_a_batch_give_the_logits_of_each_alone(lengths, seed, chunk):
     longest = max(lengths)
     new = ids(len(lengths), 3, seed=seed + 1)
     prompts = [ids(n, seed=seed + row) for row, n in enumerate(lengths)]
@@ -138,7 +138,7 @@ def test_no_mask_is_made_where_attention_needs_none():
     assert cache.mask(2).int().tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
 
 
-def test_the_last_position_of_the_context_can_be_read_and_none_beyond_it():
+def test_the_last_position_of_the_context_is_read_and_none_beyond():
     tokens = ids(1, LENGTH + 1)
     cache = KVCache(MODEL.config, 1, LENGTH + 5)
     MODEL(tokens[:, :LENGTH], cache)

@@ -37,7 +37,7 @@ def test_positions_do_not_see_each_other():
 
 
 @pytest.mark.parametrize(("dim", "inner"), [(12, 32), (24, 64), (64, 192), (128, 352), (768, 2048)])
-def test_the_inner_width_is_eight_thirds_of_the_width_rounded_up_to_32(dim, inner):
+def test_the_inner_width_is_eight_thirds_dim_rounded_up_to_32(dim, inner):
     mlp = MLP(ModelConfig(dim=dim, n_heads=1))
     assert mlp.gate_proj.weight.shape == mlp.up_proj.weight.shape == (inner, dim)
     assert mlp.down_proj.weight.shape == (dim, inner)

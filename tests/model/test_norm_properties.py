@@ -99,7 +99,7 @@ def test_rms_changes_when_the_weights_before_it_are_centred():
     assert differs(rms(x @ (w - w.mean(0)).T), rms(x @ w.T))
 
 
-def test_rms_changes_when_one_row_of_the_weights_before_it_is_rescaled():
+def test_rms_changes_when_one_row_of_the_weights_is_rescaled():
     x, w = draw(5, 4), draw(DIM, 4, seed=1)
     scaled = w.clone()
     scaled[0] *= 2
@@ -115,7 +115,7 @@ def test_ln_does_not_turn_with_an_orthogonal_matrix():
 
 
 @pytest.mark.parametrize("dim", [2, 7, 31])
-def test_jacobian_has_one_zero_singular_value_and_the_rest_are_one_over_r(dim):
+def test_jacobian_has_one_zero_singular_value_and_the_rest_1_over_r(dim):
     x = draw(dim)
     r = x.square().mean().sqrt()
     jacobian = torch.autograd.functional.jacobian(rms, x)
@@ -184,9 +184,7 @@ TOKENS = torch.randint(19, (2, 9), generator=torch.Generator().manual_seed(0))
     ],
     ids=str,
 )
-def test_a_weight_that_a_norm_directly_follows_is_orthogonal_to_its_gradient(
-    norm, before_a_norm, kind
-):
+def test_a_weight_before_a_norm_is_orthogonal_to_its_gradient(norm, before_a_norm, kind):
     model = gains_moved(float64_model(kind=kind, eps=0.0, **norm))
     model.loss(TOKENS, TOKENS.roll(-1, 1)).backward()
     for name, weight in model.named_parameters():
@@ -208,8 +206,8 @@ def test_a_weight_that_a_norm_directly_follows_is_orthogonal_to_its_gradient(
 def as_pre_rms(model):
     """Convert a pre-LN model without β into a pre-RMS model that computes the same.
 
-    Whatever writes to the residual stream is multiplied by I − 11ᵀ/d, so that the stream has mean
-    zero, where LayerNorm is RMSNorm.
+    Each weight that writes to the residual stream is multiplied by I − 11ᵀ/d, so that the stream
+    has mean zero, where LayerNorm is RMSNorm.
     """
     dim = model.config.dim
     affine = model.config.norm.options["affine"]

@@ -36,9 +36,9 @@ def test_the_kinds_that_configs_may_name_are_those_that_can_be_built():
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_in_configs_are_the_constructor_parameters(kind):
     parameters = inspect.signature(NORM_BUILDERS.get(kind), eval_str=True).parameters
-    told = {"dim", "eps", "site"}
+    passed = {"dim", "eps", "site"}
     options = NORM_KINDS.get(kind).options.model_fields
-    assert options.keys() == parameters.keys() - told
+    assert options.keys() == parameters.keys() - passed
     for name, field in options.items():
         assert field.default == parameters[name].default, name
         assert base_types(field.annotation) == base_types(parameters[name].annotation), name

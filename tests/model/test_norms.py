@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from minillama.config.norms import NormConfig
+from minillama.config.norms import NORM_KINDS, NormConfig
 from minillama.model.norms import (
     Derf,
     DyT,
@@ -406,7 +406,7 @@ def test_repr_shows_what_differs_from_the_plain_norm(norm, shown):
     assert repr(norm) == shown
 
 
-def test_a_row_of_zeros_stays_so_without_an_eps_also_where_part_is_measured() -> None:
+def test_a_row_of_zeros_stays_zero_without_eps_also_with_partial() -> None:
     norm = RMSNorm(6, eps=0.0, partial=0.5)
     x = torch.tensor([[0.0] * 6, [0.0, 0.0, 0.0, 1.0, 2.0, 3.0], [1.0] * 6])
     assert torch.equal(norm(x)[0], torch.zeros(6))
@@ -437,3 +437,10 @@ def test_an_option_out_of_range_is_refused_at_construction():
             DyT(8, alpha=alpha)
         with pytest.raises(ValueError, match="alpha = "):
             Derf(8, alpha=alpha)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NORM_KINDS if kind != "none"])
+@pytest.mark.parametrize("shape", [(), (2, 1), (2, 7), (8, 2)], ids=str)
+def test_an_input_of_another_width_is_refused(kind, shape):
+    with pytest.raises(ValueError, match="build it for the size of x's last dimension"):
+        build_norm(NormConfig(kind=kind), 8)(torch.ones(shape))

@@ -5,8 +5,8 @@ import torch
 
 from minillama.config import ModelConfig, load_config
 from minillama.config.norms import NormConfig
+from minillama.config.placement import PLACEMENTS, Placement, Slots, register_placement
 from minillama.errors import ConfigError
-from minillama.model.placement import PLACEMENTS, Placement, Slots, register_placement
 from minillama.model.transformer import Transformer
 
 LAYERS = 5  # ⌊5 / 4⌋ = 1, so that mix has layers of both sorts
@@ -56,7 +56,7 @@ def stream_by_hand(model, formula):
             lambda x, block=block: block.attention(x, rotation),
             block.mlp,
             lambda name, index=index: norm_called(f"blocks.{index}.{name}_norm"),
-            index + 1,
+            index,
             state.get(f"blocks.{index}.a"),
         )
     if "final_norm.weight" in state:
@@ -85,8 +85,8 @@ def peri(x, attention, mlp, norm, layer, a):
 
 
 def scaled(x, attention, mlp, norm, layer, a):
-    x = x + attention(norm("attention_input")(x) / layer**0.5)
-    return x + mlp(norm("mlp_input")(x) / layer**0.5)
+    x = x + attention(norm("attention_input")(x) / (layer + 1) ** 0.5)
+    return x + mlp(norm("mlp_input")(x) / (layer + 1) ** 0.5)
 
 
 def deepnorm(x, attention, mlp, norm, layer, a):
@@ -100,7 +100,7 @@ def rezero(x, attention, mlp, norm, layer, a):
 
 
 def mix(x, attention, mlp, norm, layer, a):
-    return (post if layer <= 1 else pre)(x, attention, mlp, norm, layer, a)
+    return (post if layer < 1 else pre)(x, attention, mlp, norm, layer, a)
 
 
 def hybrid(x, attention, mlp, norm, layer, a):
@@ -239,7 +239,7 @@ def test_a_row_of_a_users_own_is_used_by_name(scratch_registries):
 def test_a_plugin_file_may_add_a_row(tmp_path, scratch_registries):
     plugin = tmp_path / "row.py"
     plugin.write_text(
-        "from minillama.model.placement import Placement, Slots, register_placement\n"
+        "from minillama.config.placement import Placement, Slots, register_placement\n"
         "register_placement('double', Placement('N(2x + f(x))', 'a test',\n"
         "    lambda layer, n_layers: Slots(residual=True, alpha=2.0)))\n"
     )

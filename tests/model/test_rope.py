@@ -105,7 +105,7 @@ def test_positions_256_and_257_differ_in_half_precision(dtype):
     torch.testing.assert_close(rotation.sin, exact.sin.to(dtype), rtol=0, atol=0)
     assert (rotation.cos[0] - rotation.cos[1]).abs().max() > 0.1
     # The same tokens, one place on, end in different logits: every token is the same here, so only
-    # the positions tell the two apart.
+    # the positions distinguish the two.
     x = draw(1, 1, 2, 4).to(dtype)
     turned = rotate(x[:, :, :1].expand(1, 1, 2, 4), rotation)
     assert not torch.equal(turned[:, :, 0], turned[:, :, 1])

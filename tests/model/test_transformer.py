@@ -8,7 +8,9 @@ import torch
 
 from minillama.config import ModelConfig
 from minillama.errors import ConfigError
-from minillama.model.transformer import Transformer, initialise, is_norm_parameter
+from minillama.model.kernels import attend, linear_cross_entropy
+from minillama.model.norms import norm_parameter_names, register_norm
+from minillama.model.transformer import Transformer, initialise
 
 VOCAB, LENGTH = 23, 9
 
@@ -63,7 +65,7 @@ def test_a_missing_vocabulary_size_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("fields", "fault"),
+    ("fields", "error"),
     [
         ({"dim": 18}, "dim = 18: is not divisible by n_heads = 4"),
         ({"dim": 12}, r"head_dim = 3: must be even"),
@@ -72,20 +74,37 @@ def test_a_missing_vocabulary_size_is_refused():
     ],
     ids=str,
 )
-def test_sizes_that_do_not_fit_are_refused(fields, fault):
-    with pytest.raises(ValueError, match=fault):
+def test_sizes_that_do_not_fit_are_refused(fields, error):
+    with pytest.raises(ValueError, match=error):
         config(**fields)
 
 
-def test_norm_parameters_are_told_by_name():
+def test_norm_parameters_are_those_of_the_norms_modules():
     model = build(norm={"placement": "peri", "qk_norm": "full", "embed_norm": True})
-    norms = {name for name, _ in model.named_parameters() if is_norm_parameter(name)}
+    norms = norm_parameter_names(model)
     others = {name for name, _ in model.named_parameters()} - norms
     assert all("_norm.weight" in name for name in norms)
     assert len(norms) == 2 * (4 + 2) + 2
     assert len(others) == 2 * 7 + 1
-    assert is_norm_parameter("blocks.0.mlp_input_norm.inner.matrix")
-    assert not is_norm_parameter("blocks.0.attention.q_proj.weight")
+
+
+class WithMatrix(torch.nn.Module):
+    """A norm with a matrix, in a module within it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(dim, dim, bias=False)
+
+
+@pytest.mark.parametrize("build_norm", [WithMatrix, lambda dim: WithMatrix(dim)])
+def test_a_norms_parameters_are_known_by_its_class_not_by_a_name(scratch_registries, build_norm):
+    register_norm("matrix")(build_norm)
+    model = build(norm={"kind": "matrix"})
+    model.blocks[0].mlp.scale_norm = torch.nn.Linear(4, 4, bias=False)
+    model.readout = WithMatrix(4)
+    norms = norm_parameter_names(model)
+    assert {"blocks.0.mlp_input_norm.inner.weight", "readout.inner.weight"} <= norms
+    assert "blocks.0.mlp.scale_norm.weight" not in norms
 
 
 # ---------------------------------------------------------------- initial weights
@@ -97,8 +116,9 @@ WIDE = {"dim": 128, "ffn_dim": 352, "n_layers": 3, "vocab_size": 512, "n_kv_head
 @pytest.mark.parametrize("init", ["normal", "fan_in"])
 def test_the_standard_deviations_are_those_documented(init):
     model = build(init=init, tie_embeddings=False, **WIDE)
+    norms = norm_parameter_names(model)
     for name, weight in model.named_parameters():
-        if is_norm_parameter(name):
+        if name in norms:
             assert torch.equal(weight, torch.ones_like(weight))
             continue
         std = {"normal": 0.02, "fan_in": weight.shape[1] ** -0.5}[init]
@@ -110,7 +130,8 @@ def test_the_standard_deviations_are_those_documented(init):
 
 
 def others(model):
-    return {n: w for n, w in model.state_dict().items() if not is_norm_parameter(n)}
+    norms = norm_parameter_names(model)
+    return {n: w for n, w in model.state_dict().items() if n not in norms}
 
 
 @pytest.mark.parametrize(
@@ -127,14 +148,14 @@ def others(model):
     ],
     ids=str,
 )
-def test_configs_that_differ_only_in_norms_start_with_equal_other_weights(norm):
+def test_other_norms_leave_the_initial_weights_equal(norm):
     reference, model = others(build(seed=3)), others(build(seed=3, norm=norm))
     assert model.keys() == reference.keys()
     for name, weight in reference.items():
         assert torch.equal(model[name], weight), name
 
 
-def test_seeds_differ_in_every_matrix_and_matrices_differ_from_each_other():
+def test_seeds_and_matrices_differ_in_their_initial_weights():
     first, second = others(build(seed=0)), others(build(seed=1))
     for name, weight in first.items():
         assert (weight - second[name]).abs().max() > 0.01, name
@@ -305,7 +326,7 @@ def test_z_loss_adds_the_weighted_mean_of_squared_log_z():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_model_of_another_dtype_computes_in_it_and_its_loss_in_float32_or_more(dtype):
+def test_a_model_computes_in_its_dtype_the_loss_in_at_least_float32(dtype):
     model = build(init="fan_in", norm={"qk_norm": "head"})
     expected = model.loss(TOKENS, TARGETS)
     model = model.to(dtype)
@@ -374,3 +395,27 @@ def test_a_model_in_machine_code_computes_the_same():
         results.append([loss, *(p.grad.clone() for p in model.parameters())])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_and_targets_of_another_shape_are_refused():
+    model = build()
+    for shape in ((), (3,), (1, 3, 1)):
+        with pytest.raises(ValueError, match=r"must be \(batch, positions\)"):
+            model(torch.zeros(shape, dtype=torch.int64))
+    with pytest.raises(ValueError, match="must have the shape of the tokens"):
+        model.loss(ids(2, 4), ids(4, 2))
+
+
+def test_sizes_that_do_not_fit_the_loss_are_refused():
+    x, weight = torch.ones(4, 3), torch.ones(5, 3)
+    with pytest.raises(ValueError, match="must be x"):
+        linear_cross_entropy(x, weight, torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(ValueError, match="must be x"):
+        linear_cross_entropy(x[:, :2], weight, torch.zeros(4, dtype=torch.int64))
+
+
+def test_sizes_that_do_not_fit_attention_are_refused():
+    q = torch.ones(1, 3, 4, 8)
+    for k in (q[:, :2], q[..., :6], q[0]):
+        with pytest.raises(ValueError, match="must be q"):
+            attend(q, k, k)

@@ -64,7 +64,7 @@ def pair(model_class, config_class, norms, *, n_kv_heads=2, tied=True, norm=None
             rms_norm_eps=1e-5,
             tie_word_embeddings=tied,
             pad_token_id=None,
-            initializer_range=0.2,  # at 0.02 attention is nearly flat, and faults in it do not show
+            initializer_range=0.2,  # at 0.02 attention is nearly flat, and errors in it do not show
             attn_implementation="eager",
             **theirs,
         )

@@ -4,9 +4,9 @@ import pytest
 
 from minillama.config import ModelConfig
 from minillama.config.norms import NORM_KINDS
-from minillama.model.norms import register_norm
-from minillama.model.placement import PLACEMENTS
-from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.config.placement import PLACEMENTS
+from minillama.model.norms import norm_parameter_names, register_norm
+from minillama.model.transformer import Transformer
 from minillama.plan.parameters import count_parameters
 
 SHAPE: dict[str, Any] = {
@@ -22,8 +22,9 @@ SHAPE: dict[str, Any] = {
 def by_part(model: Transformer) -> dict[str, int]:
     """Count the parameters of a model that was built."""
     parts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head", "other"), 0)
+    norms = norm_parameter_names(model)
     for name, parameter in model.named_parameters():
-        if is_norm_parameter(name):
+        if name in norms:
             part = "norms"
         elif ".attention." in name or ".mlp." in name:
             part = "attention" if ".attention." in name else "mlp"

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from minillama.data.batches import Batches
-from minillama.model.transformer import Transformer, is_norm_parameter
+from minillama.model.norms import norm_parameter_names
+from minillama.model.transformer import Transformer
 from minillama.training.trainer import train
 
 ARMS = {
@@ -30,7 +31,8 @@ def seen(monkeypatch):
 
     def watch_weights(self, *arguments, **named):
         if not weights:
-            others = {n: p for n, p in self.named_parameters() if not is_norm_parameter(n)}
+            norms = norm_parameter_names(self)
+            others = {n: p for n, p in self.named_parameters() if n not in norms}
             weights.append({n: p.detach().clone() for n, p in others.items() if p.ndim > 1})
         return loss_sums(self, *arguments, **named)
 

@@ -16,7 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillama.model.kernels.frame import Kernel, c_library, needs_gradient, threads_for
+from minillama.model.kernels.frame import (
+    Kernel,
+    c_library,
+    check_shape,
+    needs_gradient,
+    threads_for,
+)
 from minillama.model.rope import Rotation, rotate
 
 
@@ -47,8 +53,16 @@ def attend(
     """Return softmax(q·kᵀ / √K)·v, (B, H, T, K), where H / G query heads share a key/value head.
 
     ``mask`` is True where a key may be seen.
+
+    Raises:
+        ValueError: the sizes differ.
     """
-    group = q_BHTK.shape[1] // k_BGSK.shape[1]
+    n_heads, n_kv_heads = (y.shape[1] if y.ndim == 4 else 0 for y in (q_BHTK, k_BGSK))
+    fits = bool(n_kv_heads) and k_BGSK.shape == v_BGSK.shape and n_heads % n_kv_heads == 0
+    fits = fits and q_BHTK.shape[::3] == k_BGSK.shape[::3]
+    needed = "q (B, H, T, K), k and v (B, G, S, K), G dividing H"
+    check_shape(fits, needed, q_BHTK, k_BGSK, v_BGSK)
+    group = n_heads // n_kv_heads
     if group > 1:
         k_BGSK, v_BGSK = (y.repeat_interleave(group, dim=1) for y in (k_BGSK, v_BGSK))
     return F.scaled_dot_product_attention(
@@ -57,16 +71,23 @@ def attend(
 
 
 def causal_attention(qkv_BTSK: Tensor, rotation: Rotation, n_heads: int, n_kv_heads: int) -> Tensor:
-    """Do what :func:`causal_attention_reference` does, by the C kernel where it can be used."""
+    """Do what :func:`causal_attention_reference` does, by the C kernel where it can be used.
+
+    Raises:
+        ValueError: the sizes differ.
+    """
     cos, sin = rotation
-    if _fits(qkv_BTSK, rotation, n_heads, n_kv_heads) and (c := c_library(qkv_BTSK, cos, sin)):
+    fits = _fits(qkv_BTSK, rotation, n_heads, n_kv_heads)
+    needed = "qkv (B, T, H + 2G, K), G dividing H, and cos and sin (T, K / 2)"
+    check_shape(fits, needed, qkv_BTSK, cos, sin)
+    if c := c_library(qkv_BTSK, cos, sin):
         y_BTHK: Tensor = _CAUSAL(c, (qkv_BTSK, cos, sin), n_heads, n_kv_heads)
         return y_BTHK
     return causal_attention_reference(qkv_BTSK, rotation, n_heads, n_kv_heads)
 
 
 def _fits(qkv: Tensor, rotation: Rotation, n_heads: int, n_kv_heads: int) -> bool:
-    """Return whether the sizes match, which the kernel does not check; else PyTorch complains."""
+    """Return whether the sizes match, which the kernel does not check."""
     if qkv.ndim != 4 or n_heads % n_kv_heads:
         return False
     _, length, n_stored, dim = qkv.shape
@@ -188,12 +209,23 @@ def decode_attention(
     length: int,
     pad_B: Tensor | None,
 ) -> Tensor:
-    """Do what :func:`decode_attention_reference` does, by the C kernel where it can be used."""
+    """Do what :func:`decode_attention_reference` does, by the C kernel where it can be used.
+
+    Raises:
+        ValueError: the sizes differ, or the cache is full.
+    """
     cos, sin = rotation
     tensors = qkv_B1MK, cos, sin, keys_BGSK, values_BGSK
+    needed = (
+        "qkv (B, 1, H + 2G, K), cos and sin for K / 2 pairs of one row or all, keys and values "
+        f"(B, G, S, K) with S > {length}, and padding (B,)"
+    )
+    fits = _fits_cache(qkv_B1MK, rotation, keys_BGSK, values_BGSK, length, pad_B)
+    check_shape(fits, needed, *tensors, *([] if pad_B is None else [pad_B]))
     if (
         needs_gradient(qkv_B1MK)
-        or not _fits_cache(qkv_B1MK, rotation, keys_BGSK, values_BGSK, length, pad_B)
+        or not (keys_BGSK.is_contiguous() and values_BGSK.is_contiguous())
+        or not (pad_B is None or pad_B.dtype is torch.int64)
         or not (c := c_library(*tensors, others=(pad_B,)))
     ):
         return decode_attention_reference(qkv_B1MK, rotation, keys_BGSK, values_BGSK, length, pad_B)
@@ -225,14 +257,14 @@ def decode_attention(
 def _fits_cache(
     qkv: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, length: int, pad_B: Tensor | None
 ) -> bool:
-    """Return whether the sizes match, which the kernel does not check; else PyTorch complains."""
+    """Return whether the sizes match, which the kernel does not check."""
+    if qkv.ndim != 4 or keys.ndim != 4:
+        return False
     batch, n_kv_heads, capacity, dim = keys.shape
     n_stored = qkv.shape[2]
     n_rotations = {dim // 2, batch * dim // 2}
     return (
-        keys.is_contiguous()
-        and values.is_contiguous()
-        and values.shape == keys.shape
+        values.shape == keys.shape
         and qkv.shape == (batch, 1, n_stored, dim)
         and n_stored > 2 * n_kv_heads
         and n_stored % n_kv_heads == dim % 2 == 0
@@ -240,5 +272,5 @@ def _fits_cache(
         and rotation.cos.shape[-1:] == rotation.sin.shape[-1:] == (dim // 2,)
         and rotation.cos.numel() in n_rotations
         and rotation.sin.numel() == rotation.cos.numel()
-        and (pad_B is None or (pad_B.dtype is torch.int64 and pad_B.shape == (batch,)))
+        and (pad_B is None or pad_B.shape == (batch,))
     )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillama.model.kernels.frame import Kernel, c_library, is_plain, threads_for
+from minillama.model.kernels.frame import Kernel, c_library, check_shape, is_plain, threads_for
 from minillama.model.kernels.linear import product, weight_gradient
 from minillama.model.kernels.torch_private import is_watched
 
@@ -70,7 +70,14 @@ def linear_cross_entropy(
 
     Raises:
         IndexError: a target is out of range.
+        ValueError: the sizes differ.
     """
+    fits = (
+        x_ND.ndim == weight_VD.ndim == 2
+        and x_ND.shape[1] == weight_VD.shape[1]
+        and targets_N.shape == x_ND.shape[:1]
+    )
+    check_shape(fits, "x (N, D), the weight (V, D) and targets (N,)", x_ND, weight_VD, targets_N)
     if torch.compiler.is_compiling() or is_watched():
         objective, cross_entropy = linear_cross_entropy_reference(
             x_ND, weight_VD, targets_N, options

@@ -88,6 +88,13 @@ def c_library(
     return load(tensors[0].dtype)
 
 
+def check_shape(is_right: bool, needed: str, *tensors: Tensor) -> None:
+    """Raise ValueError with the tensors' shapes and those ``needed``, unless they are right."""
+    if not is_right:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ValueError(f"tensors of shapes {shapes}: must be {needed}")
+
+
 def threads_for(n_numbers: int, parallel_from: int = PARALLEL_FROM) -> int:
     """Return how many threads work on ``n_numbers`` is worth."""
     return torch.get_num_threads() if n_numbers >= parallel_from else 1

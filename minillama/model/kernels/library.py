@@ -51,7 +51,7 @@ _BUILD_TIMEOUT_S = 300  # 6 s alone on one core of 2020
 
 
 class BuildError(Exception):
-    """Why there are no C kernels, in words for the user."""
+    """The C kernels cannot be used; the message is for the user."""
 
 
 @functools.cache
@@ -190,7 +190,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _run(command: Sequence[str], timeout_s: float) -> bytes:
-    """Return what ``command`` prints; end it and whatever it started after ``timeout_s``."""
+    """Return what ``command`` prints; kill it and its children after ``timeout_s``."""
     try:
         process = subprocess.Popen(
             command,

@@ -22,6 +22,7 @@ from torch import Tensor
 from minillama.model.kernels.frame import (
     Kernel,
     c_library,
+    check_shape,
     is_eligible,
     needs_gradient,
     threads_for,
@@ -44,7 +45,13 @@ def linear(x: Tensor, *weights: Tensor) -> Tensor:
 
     Returns:
         (..., out₁ + out₂ + …).
+
+    Raises:
+        ValueError: the sizes differ.
     """
+    for weight in weights:
+        fits = weight.ndim == 2 and x.shape[-1:] == weight.shape[1:]
+        check_shape(fits, "x (..., in) and weights (out, in)", x, weight)
     if x.dtype is not torch.float32 or not is_eligible(x, *weights):
         return F.linear(x, _join(weights))
     c = load(x.dtype)
@@ -67,9 +74,7 @@ def _few_rows(c: Any, x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
     scratch = x.new_empty(FEW_ROWS * n_in if rows > 1 else 0)
     first, threads = 0, torch.get_num_threads()
     for weight in weights:
-        n, width = weight.shape
-        if width != n_in:  # the kernel would read beyond it; torch says what is wrong
-            return F.linear(x, weight)
+        n = len(weight)
         c.linear_few_rows(
             x=x,
             w=weight.contiguous(),
@@ -136,12 +141,16 @@ def weight_gradient(dy_NO: Tensor, x_NI: Tensor, into_OI: Tensor | None = None) 
     """Return dyᵀ·x, (O, I), added to ``into`` and written there if that is given.
 
     No gradient is recorded.
+
+    Raises:
+        ValueError: the sizes differ.
     """
-    is_whole = into_OI is None or (
-        into_OI.is_contiguous() and into_OI.shape == (dy_NO.shape[1], x_NI.shape[1])
-    )
-    c = c_library(dy_NO, x_NI, *([] if into_OI is None else [into_OI]))
-    if c is not None and is_whole and len(dy_NO) == len(x_NI) and c.matmul_pays():
+    tensors = [dy_NO, x_NI] if into_OI is None else [dy_NO, x_NI, into_OI]
+    fits = all(tensor.ndim == 2 for tensor in tensors) and len(dy_NO) == len(x_NI)
+    fits = fits and (into_OI is None or into_OI.shape == (dy_NO.shape[1], x_NI.shape[1]))
+    check_shape(fits, "dy (N, out), x (N, in) and the result (out, in)", *tensors)
+    is_contiguous = into_OI is None or into_OI.is_contiguous()
+    if is_contiguous and (c := c_library(*tensors)) is not None and c.matmul_pays():
         (n_terms, n_rows), n_columns = dy_NO.shape, x_NI.shape[1]
         y = x_NI.new_empty(n_rows, n_columns) if into_OI is None else into_OI
         dy_NO, x_NI = dy_NO.contiguous(), x_NI.contiguous()

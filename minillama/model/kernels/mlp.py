@@ -19,6 +19,7 @@ from minillama.model.kernels.frame import (
     PARALLEL_FROM,
     Kernel,
     c_library,
+    check_shape,
     needs_gradient,
     threads_for,
 )
@@ -38,8 +39,12 @@ def swiglu(x: Tensor) -> Tensor:
     """Do what :func:`swiglu_reference` does, by the C kernel where it can be used.
 
     PyTorch keeps four tensors for the backward pass, this one.
+
+    Raises:
+        ValueError: the last dimension is odd.
     """
-    if x.shape[-1] % 2 == 0 and (c := c_library(x)):
+    check_shape(x.ndim > 0 and x.shape[-1] % 2 == 0, "x (..., 2F)", x)
+    if c := c_library(x):
         y: Tensor = _SWIGLU(c, (x,))
         return y
     return swiglu_reference(x)
@@ -74,26 +79,26 @@ def gated_mlp_reference(x: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tens
 
 
 def gated_mlp(x: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
-    """Do what :func:`gated_mlp_reference` does, by the C kernel where that is faster."""
+    """Do what :func:`gated_mlp_reference` does, by the C kernel where that is faster.
+
+    Raises:
+        ValueError: the sizes differ.
+    """
     tensors = x, gate_FD, up_FD, down_DF
+    fits = (
+        gate_FD.ndim == 2
+        and x.shape[-1:] == gate_FD.shape[1:]
+        and gate_FD.shape == up_FD.shape == down_DF.shape[::-1]
+    )
+    check_shape(fits, "x (..., D), gate and up (F, D) and down (D, F)", *tensors)
     if (
-        _fits(*tensors)
-        and (c := c_library(*tensors))
+        (c := c_library(*tensors))
         and _has_kernel(c, *gate_FD.shape)
         and (needs_gradient(*tensors) or x.numel() > FEW_ROWS * x.shape[-1])
     ):
         y: Tensor = _GATED_MLP(c, tensors)
         return y
     return linear(swiglu(linear(x, gate_FD, up_FD)), down_DF)
-
-
-def _fits(x: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> bool:
-    """Return whether the sizes match, which the kernel does not check; else PyTorch complains."""
-    return (
-        gate_FD.ndim == 2
-        and x.shape[-1:] == gate_FD.shape[1:]
-        and gate_FD.shape == up_FD.shape == down_DF.shape[::-1]
-    )
 
 
 def is_one_kernel(dim: int, inner: int) -> bool:
