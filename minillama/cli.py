@@ -516,7 +516,10 @@ def entry_point(*command: str) -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a shell
         signal.signal(signal.SIGINT, _interrupt_once)
     try:
-        status: Any = main([*command, *sys.argv[1:]])
+        try:
+            status: Any = main([*command, *sys.argv[1:]])
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # only leaving is left to do
     except KeyboardInterrupt:
         status = InterruptedRunError.exit_status
     except SystemExit as left:  # argparse, after --help or a wrong argument

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from minillama.arguments import whole_number
+from minillama.config import ModelConfig
 from minillama.data.shards import Tokens, TokenShards
 from minillama.errors import ConfigError, DataError
 from minillama.model.kernels import IGNORED
@@ -47,12 +49,16 @@ def evaluate(
 
     Raises:
         DataError: fewer than two tokens, or ids that the model does not know.
-        ConfigError: ``seq_len`` is longer than the model's context, or a size is not positive.
+        ConfigError: ``seq_len`` is longer than the model's context, or a size is no positive whole
+            number.
+        TypeError: ``model`` is not a model.
     """
+    if not isinstance(getattr(model, "config", None), ModelConfig):
+        raise TypeError(f"model must be a Transformer, not {type(model).__name__}")
     seq_len = model.config.max_seq_len if seq_len is None else seq_len
     for name, size in (("seq_len", seq_len), ("batch_size", batch_size), ("n_bytes", n_bytes)):
-        if size is not None and size < 1:
-            raise ConfigError(f"{name} = {size}: must be at least 1")
+        if size is not None or name == "batch_size":
+            whole_number(name, size, 1)
     if seq_len > model.config.max_seq_len:
         raise ConfigError(
             f"seq_len = {seq_len} is above the model's max_seq_len = {model.config.max_seq_len}"

@@ -10,13 +10,14 @@ Shapes: B prompts, V vocabulary.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from minillama.arguments import finite_number, whole_ids, whole_number
+from minillama.config import ModelConfig
 from minillama.errors import ConfigError, MinillamaError
 from minillama.model.decoding import Decoder
 from minillama.model.kv_cache import KVCache
@@ -55,7 +56,9 @@ def generate(
         stop_ids: ids that end the text, such as the tokenizer's ``eos_id``.
 
     Raises:
-        ConfigError: an argument is out of its range, or the prompt is empty.
+        ConfigError: an argument is out of its range, or the prompt is empty or holds ids that the
+            model does not know.
+        TypeError: ``model`` is not a model, or ids are not whole numbers.
         MinillamaError: the model's logits are not finite.
     """
     options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -70,10 +73,10 @@ def stream(
     stop_ids: Collection[int] = (),
     **options: Unpack[SamplingOptions],
 ) -> Iterator[int]:
-    """Yield the ids of :func:`generate` one by one, as they come."""
+    """Yield the ids of :func:`generate` one by one, as they come; the call checks the arguments."""
     sampler = Sampler(1, **options)
-    for _, token in _decode(model, [prompt_ids], max_new_tokens, sampler, stop_ids):
-        yield token
+    decoded = _decode(model, [prompt_ids], max_new_tokens, sampler, stop_ids)
+    return (token for _, token in decoded)
 
 
 def generate_batch(
@@ -106,13 +109,16 @@ class Sampler:
         top_p: float | None = None,
         seed: int | None = None,
     ) -> None:
-        if not 0 <= temperature < float("inf"):
-            raise ConfigError(f"temperature = {temperature}: must be 0 (greedy) or above")
-        if top_k is not None and not top_k >= 0:
-            raise ConfigError(f"top_k = {top_k}: must be 0 (all) or above")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ConfigError(f"top_p = {top_p}: must be above 0 and at most 1")
-        self.temperature, self.top_k, self.top_p = temperature, top_k or None, top_p
+        self.temperature = finite_number("temperature", temperature, "must be 0 (greedy) or above")
+        self.top_k, self.top_p = None, None
+        if top_k is not None:
+            self.top_k = whole_number("top_k", top_k, 0, "must be 0 (all) or above") or None
+        if top_p is not None:
+            rule = "must be above 0 and at most 1"
+            self.top_p = finite_number("top_p", top_p, rule, positive=True)
+            if self.top_p > 1:
+                raise ConfigError(f"top_p = {top_p}: {rule}")
+        seed = None if seed is None else whole_number("seed", seed)
         self._generators = [torch.Generator() for _ in range(rows)]
         for row, generator in enumerate(self._generators):
             if seed is None:
@@ -161,15 +167,27 @@ def _decode(
     sampler: Sampler,
     stop_ids: Collection[int],
 ) -> Iterator[tuple[int, int]]:
-    """Yield (row, new id) until every row has stopped or has all its tokens."""
-    if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens = {max_new_tokens}: must be 0 or above")
-    # operator.index takes the numbers of numpy and torch, and no fraction or letter.
-    contexts = [list(map(operator.index, ids)) for ids in prompts]
+    """Check the arguments; return an iterator over (row, new id)."""
+    if not isinstance(getattr(model, "config", None), ModelConfig):
+        raise TypeError(f"model must be a Transformer, not {type(model).__name__}")
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 0, "must be 0 or above")
+    contexts = [whole_ids(f"prompt {row}", ids) for row, ids in enumerate(prompts)]
     for row, ids in enumerate(contexts):
         if not ids:
             raise ConfigError(f"prompt {row} is empty; begin it with the tokenizer's bos id")
         _check_ids(ids, row, model.config.known_vocab_size)
+    stop_ids = frozenset(whole_ids("stop_ids", stop_ids))
+    return _new_ids(model, contexts, max_new_tokens, sampler, stop_ids)
+
+
+def _new_ids(
+    model: Transformer,
+    contexts: list[list[int]],
+    max_new_tokens: int,
+    sampler: Sampler,
+    stop_ids: Collection[int],
+) -> Iterator[tuple[int, int]]:
+    """Yield (row, new id) until every row has stopped or has all its tokens."""
     if not contexts or not max_new_tokens:
         return
     rows = list(range(len(contexts)))

@@ -1,6 +1,6 @@
 """The same as ``minillama ablate``: python scripts/ablate.py --help."""
 
-from minillama.cli import entry_point
+from minillama.__main__ import run
 
 if __name__ == "__main__":
-    entry_point("ablate")
+    run("ablate")

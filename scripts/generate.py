@@ -1,6 +1,6 @@
 """The same as ``minillama generate``: python scripts/generate.py --help."""
 
-from minillama.cli import entry_point
+from minillama.__main__ import run
 
 if __name__ == "__main__":
-    entry_point("generate")
+    run("generate")

@@ -26,7 +26,7 @@ SMALL = [
 NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 
 
-def run(arguments, *, shell_suffix="", timeout=120, **environment):
+def run(arguments, *, shell_suffix="", timeout=300, **environment):
     """Run the command in a shell, so that a suffix can close or redirect its outputs."""
     words = [sys.executable, "-m", "minillama", *arguments]
     return subprocess.run(
@@ -211,3 +211,35 @@ def test_configs_lists_every_shipped_config(capsys):
     listed = capsys.readouterr().out
     for command in ("train tiny", "train llama-7b", "ablate norms", "ablate quick", "train base"):
         assert f"minillama {command}\n" in listed
+
+
+# ------------------------------------------------------------------------------------------ Ctrl-C
+
+INTERRUPT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, module, path=None, target=None):
+        if module == os.environ["INTERRUPT_AT"]:
+            sys.meta_path.remove(self)
+            for _ in range(int(os.environ["INTERRUPTS"])):
+                os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize("module", ["minillama.cli", "yaml", "torch", "minillama.training.trainer"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_interrupt_during_imports_leaves_no_traceback(module, count, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT, encoding="utf-8")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run(
+        ["train", "tiny", *SMALL, f"out_dir={tmp_path / 'run'}"],
+        PYTHONPATH=paths,
+        INTERRUPT_AT=module,
+        INTERRUPTS=str(count),
+    )
+    assert done.returncode == 130
+    assert done.stderr in (b"", b"minillama: interrupted\n")
+    assert not (tmp_path / "run").exists()

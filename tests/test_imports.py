@@ -14,6 +14,7 @@ PACKAGE = Path(minillama.__file__).parent
 
 LAYERS = [
     ("errors",),
+    ("arguments",),
     ("files", "registry", "launch", "formatting"),
     ("plugins", "progress"),
     ("config",),
@@ -31,6 +32,7 @@ LAYERS = [
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 IMPORTS_IN_FUNCTIONS = {
+    "__main__.py",
     "bench/__init__.py",
     "cli.py",
     "data/files.py",
@@ -39,9 +41,9 @@ IMPORTS_IN_FUNCTIONS = {
     "training/checkpoint.py",
     "training/trainer.py",
 }
-"""A command loads what it needs; a run of one process, nothing of torch.distributed's engines; a
-config is assembled without torch unless it begins from a checkpoint; prepared data is used without
-`datasets` or pyarrow."""
+"""The entry point handles a Ctrl-C before it loads the command line; a command loads what it needs;
+a run of one process, nothing of torch.distributed's engines; a config is assembled without torch
+unless it begins from a checkpoint; prepared data is used without `datasets` or pyarrow."""
 UNKNOWN_TO_THE_MODEL = {"RunConfig", "TrainConfig", "OptimConfig", "DataConfig", "TokenizerConfig"}
 
 

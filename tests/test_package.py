@@ -47,7 +47,7 @@ def test_the_modules_do_not_hide_the_functions():
     assert inspect.isfunction(evaluate)
     assert inspect.isfunction(generate)
     assert inspect.isfunction(generate_batch)
-    assert inspect.isgeneratorfunction(stream)
+    assert inspect.isfunction(stream)
 
 
 def test_the_function_is_there_though_its_module_was_imported_first():
@@ -56,7 +56,7 @@ def test_the_function_is_there_though_its_module_was_imported_first():
         "for name in ('generate', 'evaluate'):\n"
         "    assert type(getattr(minillama, name)).__name__ == 'function', name\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -79,10 +79,10 @@ def installed(tmp_path_factory):
     root = Path(minillama.__file__).parents[1]
     wheels, target = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)]
-    subprocess.run(build, cwd=root, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=root, check=True, capture_output=True, timeout=300)
     [wheel] = wheels.iterdir()
     install = ["install", "--no-deps", "--no-index", "--quiet", "--target", str(target), str(wheel)]
-    subprocess.run([sys.executable, "-m", "pip", *install], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True, timeout=300)
     return target
 
 
@@ -114,7 +114,7 @@ def test_an_installed_wheel_finds_its_configs_by_name(installed, tmp_path):
         capture_output=True,
         check=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     where, names = done.stdout.splitlines()
     assert Path(where).is_relative_to(installed)

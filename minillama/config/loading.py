@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from minillama.arguments import check_type
 from minillama.errors import ConfigError, FieldError
 from minillama.registry import nearest, unknown_name
 
@@ -233,6 +234,7 @@ def parse_overrides(
     """
     overrides = {}
     for argument in arguments:
+        check_type("an override", argument, str)
         path, equals, text = argument.partition("=")
         if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", path):
             raise ConfigError(

@@ -57,7 +57,7 @@ from minillama.config.loading import (
 from minillama.config.model import ModelConfig
 from minillama.config.norms import NormConfig
 from minillama.config.shipped import find_config
-from minillama.errors import FieldError
+from minillama.errors import ConfigError, FieldError
 from minillama.plugins import load_plugins
 
 BYTE_VOCAB_SIZE = 259  # unk, bos, eos and the 256 bytes
@@ -386,6 +386,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """
     path = find_config(path)
     raw, changes = read_yaml(path), parse_overrides(overrides, text_fields(RunConfig))
+    if "arms" in raw and "base" in raw:
+        raise ConfigError(f"{path} is the config of an ablation; run it: minillama ablate {path}")
     if changes:
         raw = without_derived(raw)
     return parse_run(override(raw, changes, OWNED_BY_KIND), str(path))

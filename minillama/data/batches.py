@@ -66,13 +66,9 @@ class Batches:
         first = step * self.batch_size
         samples = range(first, first + self.batch_size)[rows]
         starts_B = self._windows(samples) * self.seq_len
-        if isinstance(self.tokens, TokenShards):
-            windows_BT1 = np.empty((len(samples), self.seq_len + 1), np.int64)
-            for row, start in zip(windows_BT1, starts_B.tolist(), strict=True):
-                row[:] = self.tokens[start : start + self.seq_len + 1]
-        else:
-            at_BT1 = starts_B[:, None] + np.arange(self.seq_len + 1)
-            windows_BT1 = self.tokens[at_BT1].astype(np.int64)
+        windows_BT1 = np.empty((len(samples), self.seq_len + 1), np.int64)
+        for row, start in zip(windows_BT1, starts_B.tolist(), strict=True):
+            row[:] = self.tokens[start : start + self.seq_len + 1]
         return (
             torch.from_numpy(windows_BT1[:, :-1].copy()),
             torch.from_numpy(windows_BT1[:, 1:].copy()),

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import sentencepiece
 
+from minillama.arguments import check_type, whole_number
 from minillama.config.run import BYTE_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE, TokenizerConfig
 from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer_base import Tokenizer, check_text
@@ -73,6 +74,7 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     def __init__(self, model: bytes) -> None:
+        check_type("model", model, bytes)
         self._model = model
         self._processor = _processor(model)
         self.vocab_size = int(self._processor.vocab_size())
@@ -135,6 +137,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> SentencePieceT
         TokenizerError: the text has too few pieces or too many characters for ``vocab_size``, or
             there is no text.
     """
+    whole_number("vocab_size", vocab_size, 1)
+    if isinstance(documents, str):
+        raise TypeError("documents must be texts, not one str; give [text]")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from minillama.arguments import check_type, whole_number
 from minillama.config import ModelConfig
 from minillama.errors import ConfigError
 from minillama.model.kernels import attend, causal_attention
@@ -29,12 +30,13 @@ class Attention(nn.Module):
     each head's queries, keys and values with the model's kind of norm (HybridNorm).
 
     Raises:
-        ConfigError: both are asked for.
+        ConfigError: both are asked for, or ``layer`` is below 0.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0, *, qkv_norm: bool = False) -> None:
         super().__init__()
-        self.layer = layer
+        check_type("config", config, ModelConfig)
+        self.layer = whole_number("layer", layer, 0)
         self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.head_dim
         q_dim, kv_dim = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim

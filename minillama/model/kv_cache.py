@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minillama.arguments import check_type, whole_number
 from minillama.config import ModelConfig
+from minillama.errors import ConfigError
 from minillama.model.kernels import decode_attention
 from minillama.model.rope import Rotation
 
@@ -19,6 +21,9 @@ class KVCache:
     Prompts of unequal length are right-aligned: ``pad_B`` of shape (B,) is the padding on the left
     of each row.  It is masked out, and positions count from its end, so that a row is computed as
     if it were alone.
+
+    Raises:
+        ConfigError: ``batch``, ``capacity``, ``pad_B`` or ``dtype`` is not as said.
     """
 
     def __init__(
@@ -31,6 +36,18 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        check_type("config", config, ModelConfig)
+        batch, capacity = whole_number("batch", batch, 1), whole_number("capacity", capacity, 1)
+        check_type("dtype", dtype, torch.dtype)
+        if not dtype.is_floating_point:
+            raise ConfigError(f"dtype = {dtype}: must be a floating-point one, the model's")
+        if pad_B is not None:
+            check_type("pad_B", pad_B, Tensor)
+            if pad_B.shape != (batch,) or pad_B.is_floating_point():
+                raise ConfigError(
+                    f"pad_B of {pad_B.dtype} and shape {tuple(pad_B.shape)}: must be one whole "
+                    f"number for each of the {batch} rows"
+                )
         shape = (config.n_layers, batch, config.n_kv_heads, capacity, config.head_dim)
         self.k_LBGSK = torch.zeros(shape, dtype=dtype, device=device)
         self.v_LBGSK = torch.zeros(shape, dtype=dtype, device=device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from minillama.arguments import check_type
 from minillama.config import ModelConfig
 from minillama.model.kernels import gated_mlp, swiglu
 from minillama.model.projection import Linear, are_plain, packed_linear
@@ -17,6 +18,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        check_type("config", config, ModelConfig)
         self.gate_proj = Linear(config.dim, config.ffn_dim)
         self.up_proj = Linear(config.dim, config.ffn_dim)
         self.down_proj = Linear(config.ffn_dim, config.dim)

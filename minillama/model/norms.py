@@ -27,8 +27,10 @@ import torch.nn.functional as F
 from pydantic import BaseModel, create_model
 from torch import Tensor, nn
 
+from minillama.arguments import check_type, finite_number
 from minillama.config.loading import Section
 from minillama.config.norms import NORM_KINDS, NormConfig, NormKind
+from minillama.errors import ConfigError
 from minillama.model.kernels import rms_norm, rms_norm_reference
 from minillama.registry import Registry
 
@@ -57,14 +59,16 @@ def _register_builder(kind: str, build: Callable[..., nn.Module]) -> None:
 
 def _checked_dim(dim: int) -> int:
     if isinstance(dim, bool) or not isinstance(dim, int) or dim <= 0:
-        raise ValueError(f"dim = {dim!r}: must be a positive whole number")
+        raise ConfigError(f"dim = {dim!r}: must be a positive whole number")
     return dim
 
 
 def _checked_eps(eps: float) -> float:
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise ValueError(f"eps = {eps!r}: must be a finite number of at least 0")
-    return float(eps)
+    return finite_number("eps", eps, "must be a finite number of at least 0")
+
+
+def _checked_start(name: str, value: float) -> float:
+    return finite_number(name, value, "must be a finite number above 0", positive=True)
 
 
 def _check_width(x: Tensor, dim: int) -> None:
@@ -73,12 +77,6 @@ def _check_width(x: Tensor, dim: int) -> None:
             f"a norm of {dim} features was given x of shape {tuple(x.shape)}; build it for the "
             "size of x's last dimension"
         )
-
-
-def _checked_start(name: str, value: float) -> Tensor:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} = {value!r}: must be a finite number above 0")
-    return torch.tensor(float(value))
 
 
 @_builds("rmsnorm")
@@ -120,8 +118,9 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.eps, self.unit_offset = _checked_dim(dim), _checked_eps(eps), unit_offset
-        if not 0 < partial <= 1:
-            raise ValueError(f"partial = {partial!r}: must be above 0 and at most 1")
+        rule = "must be above 0 and at most 1"
+        if finite_number("partial", partial, rule, positive=True) > 1:
+            raise ConfigError(f"partial = {partial!r}: {rule}")
         # Rounded first, since 100 × 0.29 is a little under 29 in floating point.
         self.n_measured = max(1, math.floor(round(dim * partial, 6)))
         start = torch.zeros if unit_offset else torch.ones
@@ -261,8 +260,11 @@ class DyT(nn.Module):
         site: str = "",
     ) -> None:
         super().__init__()
-        start = alpha_attention if site == "attention" and alpha_attention is not None else alpha
-        self.alpha = nn.Parameter(_checked_start("alpha", start))
+        start = _checked_start("alpha", alpha)
+        if alpha_attention is not None:
+            in_attention = _checked_start("alpha_attention", alpha_attention)
+            start = in_attention if site == "attention" else start
+        self.alpha = nn.Parameter(torch.tensor(start))
         self.weight = nn.Parameter(torch.ones(_checked_dim(dim)))
         self.register_parameter("bias", nn.Parameter(torch.zeros(dim)) if bias else None)
 
@@ -290,7 +292,7 @@ class Derf(nn.Module):
 
     def __init__(self, dim: int, *, alpha: float = 0.5, bias: bool = True) -> None:
         super().__init__()
-        self.alpha = nn.Parameter(_checked_start("alpha", alpha))
+        self.alpha = nn.Parameter(torch.tensor(_checked_start("alpha", alpha)))
         self.shift = nn.Parameter(torch.tensor(0.0))
         self.weight = nn.Parameter(torch.ones(_checked_dim(dim)))
         self.register_parameter("bias", nn.Parameter(torch.zeros(dim)) if bias else None)
@@ -308,6 +310,8 @@ class NoNorm(nn.Identity):
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
+        _checked_dim(dim)
+        _checked_eps(eps)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -331,8 +335,11 @@ def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable
     where it has no default.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is empty or taken.
     """
+    check_type("name", name, str)
+    if not name.strip():
+        raise ConfigError("a norm's name must not be empty")
 
     def register(build: BuildT) -> BuildT:
         parameters = list(inspect.signature(build, eval_str=True).parameters.values())[1:]
@@ -359,6 +366,7 @@ def build_norm(config: NormConfig, dim: int, site: str = "") -> nn.Module:
     Raises:
         UnknownNameError: no such kind is registered.
     """
+    check_type("config", config, NormConfig)
     build = NORM_BUILDERS.get(config.kind)
     parameters = inspect.signature(build).parameters
     given = {"eps": config.eps, "site": site}

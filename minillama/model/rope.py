@@ -17,7 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minillama.arguments import finite_number, whole_number
 from minillama.config.model import LinearRopeScaling, Llama3RopeScaling
+from minillama.errors import ConfigError
 
 
 class Rotation(NamedTuple):
@@ -51,7 +53,11 @@ def inverse_frequencies(
 
 
 class RotaryEmbedding(nn.Module):
-    """The table of rotations for positions 0 … max_seq_len − 1.  It has no state to save."""
+    """The table of rotations for positions 0 … max_seq_len − 1.  It has no state to save.
+
+    Raises:
+        ConfigError: a size or θ is out of range, or ``head_dim`` is odd.
+    """
 
     def __init__(
         self,
@@ -61,6 +67,10 @@ class RotaryEmbedding(nn.Module):
         scaling: LinearRopeScaling | Llama3RopeScaling | None = None,
     ) -> None:
         super().__init__()
+        whole_number("max_seq_len", max_seq_len, 1)
+        if whole_number("head_dim", head_dim, 2) % 2:
+            raise ConfigError(f"head_dim = {head_dim}: must be even, since features turn in pairs")
+        finite_number("theta", theta, "must be a finite number above 0", positive=True)
         with torch.device("cpu"):
             angle = torch.outer(
                 torch.arange(max_seq_len, dtype=torch.float32),

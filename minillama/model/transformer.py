@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from minillama.arguments import check_type, whole_number
 from minillama.config import ModelConfig
 from minillama.config.placement import PLACEMENTS
 from minillama.model.attention import Attention
@@ -110,6 +111,8 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
+        check_type("config", config, ModelConfig)
+        seed = whole_number("seed", seed)
         self.config = config
         vocab_size = config.known_vocab_size
         norm = config.norm
@@ -140,20 +143,15 @@ class Transformer(nn.Module):
         With a ``cache``, ``tokens`` follow those already in it, and are added to it.
 
         Raises:
-            ValueError: ``tokens`` is not (B, T), or has more than ``max_seq_len`` positions.
+            ValueError: ``tokens`` are not whole numbers of shape (B, T), they are more than
+                ``max_seq_len`` positions, or the cache has no room for them.
+            IndexError: an id is not in the vocabulary (as torch checks it: on a CPU).
         """
         return self.head(self.hidden(tokens_BT, cache))
 
     def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Return the input of the head, (B, T, D).
-
-        Raises:
-            ValueError: ``tokens`` is not (B, T), or has more than ``max_seq_len`` positions.
-        """
-        if tokens_BT.ndim != 2:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens_BT.shape)}: must be (batch, positions)"
-            )
+        """Return the input of the head, (B, T, D)."""
+        _check_tokens(tokens_BT, cache)
         n_tokens = tokens_BT.shape[1]
         n_before = 0 if cache is None else cache.length
         if n_before + n_tokens > self.config.max_seq_len:
@@ -165,7 +163,7 @@ class Transformer(nn.Module):
             positions, mask = torch.arange(n_tokens, device=tokens_BT.device), None
         else:
             positions, mask = cache.positions(n_tokens), cache.mask(n_tokens)
-        x_BTD = _times(self.embed_scale, _times(self.fixed_embed_scale, self.embed(tokens_BT)))
+        x_BTD = _times(self.embed_scale, _times(self.fixed_embed_scale, self._embedded(tokens_BT)))
         x_BTD = self.embed_norm(x_BTD)
         rotation = self.rope(positions, x_BTD.dtype)
         recompute = self.recompute and cache is None and torch.is_grad_enabled()
@@ -178,6 +176,16 @@ class Transformer(nn.Module):
             cache.advance(n_tokens)
         y_BTD: Tensor = self.final_norm(x_BTD)
         return y_BTD
+
+    def _embedded(self, tokens_BT: Tensor) -> Tensor:
+        try:
+            x_BTD: Tensor = self.embed(tokens_BT)
+        except IndexError as error:
+            raise IndexError(
+                f"a token is outside the model's vocabulary of {self.embed.num_embeddings}; encode "
+                "the text with the model's own tokenizer"
+            ) from error
+        return x_BTD
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Map hidden states (..., D) to logits (..., V)."""
@@ -207,13 +215,18 @@ class Transformer(nn.Module):
         (Chowdhery 2022, PaLM).  Logits are float32 here (float64 in a float64 model).
 
         Raises:
-            ValueError: the targets have another shape than the tokens, or these do not fit.
+            ValueError: ``targets`` are not whole numbers of the shape of ``tokens``, ``z_loss`` is
+                not a finite number of at least 0, or ``forward`` refuses the tokens.
+            IndexError: an id or a target is not in the vocabulary.
         """
-        if targets_BT.shape != tokens_BT.shape:
+        _check_tokens(tokens_BT)
+        if targets_BT.shape != tokens_BT.shape or targets_BT.dtype not in _ID_DTYPES:
             raise ValueError(
-                f"targets of shape {tuple(targets_BT.shape)}: must have the shape of the tokens, "
-                f"{tuple(tokens_BT.shape)}"
+                f"targets of {targets_BT.dtype} and shape {tuple(targets_BT.shape)}: must have "
+                f"the shape of the tokens, {tuple(tokens_BT.shape)}, and be whole numbers"
             )
+        if not 0 <= z_loss < math.inf:
+            raise ValueError(f"z_loss = {z_loss}: must be a finite number of at least 0")
         targets_N = targets_BT.flatten()
         options = LossOptions(z_loss, self.config.logit_softcap)
         x_ND = self.hidden(tokens_BT).flatten(0, 1)
@@ -231,6 +244,31 @@ class Transformer(nn.Module):
         """Return the mean loss, in nats, over the targets that are not −100; 0 if none counts."""
         sums = self.loss_sums(tokens_BT, targets_BT, z_loss)
         return sums.objective / sums.n_targets.clamp(min=1)
+
+
+_ID_DTYPES = (torch.int64, torch.int32)
+
+
+def _check_tokens(tokens_BT: Tensor, cache: KVCache | None = None) -> None:
+    check_type("tokens", tokens_BT, Tensor)
+    if tokens_BT.ndim != 2 or tokens_BT.dtype not in _ID_DTYPES:
+        raise ValueError(
+            f"tokens of {tokens_BT.dtype} and shape {tuple(tokens_BT.shape)}: must be "
+            "(batch, positions) whole numbers (torch.long)"
+        )
+    if cache is not None:
+        check_type("cache", cache, KVCache)
+        (batch, n_tokens), rows = tokens_BT.shape, cache.k_LBGSK.shape[1]
+        if batch != rows or cache.length + n_tokens > cache.capacity:
+            raise ValueError(
+                f"{batch} × {n_tokens} tokens do not fit a cache of {rows} rows that holds "
+                f"{cache.length} of {cache.capacity} positions; build a larger one"
+            )
+
+
+def is_norm_parameter(name: str) -> bool:
+    """Tell whether the parameter ``name`` belongs to a norm."""
+    return any(module.endswith("_norm") for module in name.split(".")[:-1])
 
 
 _DEEPNORM_SCALED = {"v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import subprocess
 import sys
 
 import torch
@@ -46,6 +47,14 @@ def check_compile(device: torch.device) -> None:
             f"train.compile = true needs a C++ compiler on a CPU and {compiler} was not found; "
             "install one (for example g++), name another in CXX, or set train.compile=false"
         )
+    if device.type == "cpu":
+        try:  # as torch does, whose own message for a broken one is a traceback
+            subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=60)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ConfigError(
+                f"train.compile = true needs a C++ compiler on a CPU and {compiler} does not work: "
+                f"{error}; name another in CXX, or set train.compile=false"
+            ) from error
 
 
 def describe_device(device: torch.device) -> str:

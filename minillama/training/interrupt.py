@@ -19,8 +19,9 @@ class _StopNow(BaseException):
 
 
 class StopSignal:
-    """Sets ``requested`` at the first signal; a second one raises KeyboardInterrupt at once.
+    """Sets ``requested`` at the first signal; the second raises KeyboardInterrupt at once.
 
+    Further ones are ignored until the body has been left, which they would only disturb.
     Handlers are set in the main thread only, as Python requires, and restored at the end.  A signal
     that the process was started to ignore (``nohup``) stays ignored.
     """
@@ -45,6 +46,8 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            for other in self._before:
+                signal.signal(other, signal.SIG_IGN)
             raise KeyboardInterrupt
         self.requested = True
         if self._breakable:
@@ -81,6 +84,13 @@ class SyncedStopSignal(StopSignal):
     def __init__(self, any_rank: Callable[[bool], bool]) -> None:
         super().__init__()
         self._any_rank, self._received = any_rank, False
+
+    def __exit__(self, *exception: object) -> None:
+        # torchrun sends SIGTERM as soon as a rank has left; one that leaves with an error, such as
+        # that a rank was lost, is to report it first.
+        if any(exception):
+            self._before.pop(signal.SIGTERM, None)
+        super().__exit__(*exception)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received = True

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from minillama import launch
+from minillama.arguments import check_type
 from minillama.config import RunConfig
 from minillama.config.model import advice
 from minillama.config.run import TrainConfig
@@ -122,6 +123,7 @@ def train(
         CheckpointError: the checkpoint to continue from is damaged.
         MinillamaError: code of the user called ``sys.exit``.
     """
+    check_type("config", config, RunConfig)
     began = time.time() if began is None else began
     torch.set_num_threads(min(torch.get_num_threads(), launch.usable_cpus()))
     try:

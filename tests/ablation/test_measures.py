@@ -31,7 +31,7 @@ def test_sensitivity_of_known_losses(losses: list[float], plain: float, trapezoi
     assert found.best_loss == min(losses)
 
 
-def test_a_run_that_is_not_finite_or_above_its_start_counts_as_the_loss_at_init() -> None:
+def test_a_diverged_run_counts_with_the_loss_at_init() -> None:
     expected = lr_sensitivity(GRID[:3], [2.0, 1.0, 4.0], 4.0)
     for bad in (math.nan, math.inf, 9.0):
         assert lr_sensitivity(GRID[:3], [2.0, 1.0, bad], 4.0) == expected

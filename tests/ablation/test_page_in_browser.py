@@ -76,7 +76,7 @@ def test_the_page_works_in_a_browser(make_ablation: Any, tmp_path: Path) -> None
         f"--user-data-dir={tmp_path / 'profile'}",
         *("--dump-dom", probed.as_uri()),
     ]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     found = re.search(r'data-said="([^"]*)"', dom)
     assert found is not None, dom[-500:]
     said = dict(part.split(": ", 1) for part in found[1].split(" | "))

@@ -74,7 +74,7 @@ def test_a_damaged_summary_is_named(make_run: Any) -> None:
         read_results(folder)
 
 
-def test_curves_take_the_last_word_on_a_step_and_turn_what_is_not_finite_into_nan(
+def test_curves_take_the_last_line_of_a_step_and_finite_values_only(
     tmp_path: Path,
 ) -> None:
     lines = [

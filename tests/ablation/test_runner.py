@@ -188,7 +188,7 @@ def _start(config: AblationConfig, path: Path) -> "subprocess.Popen[str]":
 
 def _wait_for_steps(folder: Path, more_than: int) -> None:
     """Wait until some cell has logged more lines than that."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         logged = [path.read_text().count("\n") for path in folder.glob("cells/*/*/*/metrics.jsonl")]
         if logged and max(logged) > more_than:
@@ -208,7 +208,7 @@ def test_a_stopped_and_killed_ablation_ends_like_an_undisturbed_one(
     process = _start(broken, tmp_path / "broken.yaml")
     _wait_for_steps(folder, 50)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=90)
+    _, said = process.communicate(timeout=300)
     assert "InterruptedRunError: stopped with 0 of 2 cells ended" in said
     saved = list(folder.glob("cells/*/*/*/checkpoints/step-*"))
     assert saved
@@ -218,7 +218,7 @@ def test_a_stopped_and_killed_ablation_ends_like_an_undisturbed_one(
     process = _start(broken, tmp_path / "broken.yaml")
     _wait_for_steps(folder, reached + 50)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
     for cell in folder.glob("cells/*/*/*"):  # a worker that lost its parent saves and leaves
         with FileLock(cell / ".lock", timeout=30):
             assert json.loads((cell / "summary.json").read_text())["finished"] is False
@@ -263,7 +263,7 @@ def test_ten_kills_do_not_change_the_table(ablation: Any, tmp_path: Path) -> Non
     kills: list[str] = []
     while len(kills) < 10:
         process = _start(broken, tmp_path / "broken.yaml")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not _children(process.pid) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(draw.uniform(1.0, 6.0))
@@ -278,7 +278,7 @@ def test_ten_kills_do_not_change_the_table(ablation: Any, tmp_path: Path) -> Non
         if what == "worker":
             time.sleep(0.5)
             process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         assert process.returncode, f"the grid ended after {kills}; lengthen it"
     run(broken, progress=False)
     run(ablation(**fields, out_dir=str(tmp_path / "whole")), progress=False)
@@ -294,7 +294,7 @@ def test_finished_cells_of_an_edited_plugin_are_refused(ablation: Any, tmp_path:
     command = [sys.executable, "-m", "minillama", "ablate", str(tmp_path / "ablation.yaml")]
 
     def ablate() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     for _ in range(2):  # unedited, the finished cell is kept
         done = ablate()

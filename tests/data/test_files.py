@@ -241,7 +241,7 @@ def test_of_several_processes_one_fills_the_cache_and_the_others_wait(tmp_path):
         )
         for _ in range(3)
     ]
-    printed = [process.communicate(timeout=60)[0] for process in running]
+    printed = [process.communicate(timeout=300)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0, 0]
     assert sorted(printed) == ["", "", "written\n"]
 

@@ -112,7 +112,7 @@ class Result(NamedTuple):
 def worker() -> Iterator[Importer]:
     importer = Importer()
     yield importer
-    importer.process.communicate(timeout=30)
+    importer.process.communicate(timeout=300)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import tensor, with_gradient
 from torch import Tensor
 
 from minillama.model.kernels import causal_attention, causal_attention_reference
@@ -17,10 +18,6 @@ from minillama.model.rope import RotaryEmbedding, Rotation
 LENGTHS = [1, 2, 7, 33, 100, 129]
 HEAD_DIMS = [2, 6, 16, 24, 48, 80]
 HEADS = [(1, 1), (2, 1), (4, 2), (6, 6), (6, 1)]
-
-
-def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def rotation_of(length: int, dim: int, dtype: torch.dtype) -> Rotation:
@@ -44,16 +41,6 @@ def exact(qkv: Tensor, rotation: Rotation, n_heads: int, n_kv_heads: int) -> Ten
             rows.append((scores.softmax(-1)[..., None] * v[:, : t + 1]).sum(1))
         ys.append(torch.stack(rows, dim=1))
     return torch.stack(ys, dim=2)
-
-
-def with_gradient(
-    function: Callable[..., Tensor], qkv: Tensor, grad: Tensor, *args: object
-) -> tuple[Tensor, Tensor]:
-    qkv = qkv.detach().requires_grad_()
-    y = function(qkv, *args)
-    y.backward(grad.to(y.dtype))
-    assert qkv.grad is not None
-    return y.detach(), qkv.grad
 
 
 # ------------------------------------------------------------------------- values and gradients

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import tensor
 from torch import Tensor
 
 from minillama.model.kernels import (
@@ -19,10 +20,6 @@ from minillama.model.kernels import (
 from minillama.model.rope import RotaryEmbedding, Rotation
 
 HEADS = [(1, 1), (2, 1), (4, 2), (6, 6), (6, 1)]
-
-
-def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def rotation_at(positions: Tensor, dim: int, dtype: torch.dtype) -> Rotation:

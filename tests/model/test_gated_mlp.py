@@ -8,15 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import tensor
 from torch import Tensor
 
 from minillama.model.kernels import gated_mlp, gated_mlp_reference, linear, mlp, swiglu
 
 Weights = tuple[Tensor, Tensor, Tensor]
-
-
-def tensor(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def weights(dim: int, inner: int) -> Weights:

@@ -51,7 +51,7 @@ def computed(cache: Path, flags: str) -> dict[str, object]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=300,
     )
     assert "plain PyTorch" not in done.stderr
     result: dict[str, object] = json.loads(done.stdout)

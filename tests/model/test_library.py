@@ -96,7 +96,7 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(
     assert len(caplog.records) == 1
     assert "timed out" in caplog.text
     status = Path(f"/proc/{started.read_text().strip()}/status")
-    end = time.monotonic() + 30  # the signal is delivered some time after kill returns
+    end = time.monotonic() + 300  # the signal is delivered some time after kill returns
     while status.exists() and "zombie" not in status.read_text():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -223,7 +223,7 @@ def test_processes_replace_a_damaged_library_at_the_same_time(fresh: Path, damag
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
         for _ in range(2)
     ]
-    printed = [process.communicate(timeout=120)[0] for process in processes]
+    printed = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert printed[0] == printed[1] != b""
     assert list((fresh / "kernels").iterdir()) == [path]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import tensor
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -19,10 +20,6 @@ from minillama.model.projection import Linear, packed_linear
 
 ROWS = [1, 2, 3, 16, 17, 63, 64, 65, 300]
 OUTPUTS = [(1,), (5,), (3, 2), (64, 17, 17)]
-
-
-def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def draw_weights(outputs: tuple[int, ...], n_in: int, dtype: torch.dtype) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import tensor
 from torch import Tensor
 
 from minillama.model.kernels import IGNORED, LossOptions, linear_cross_entropy
@@ -26,10 +27,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of three rows, so that a few rows are several."""
     monkeypatch.setattr(MODULE, "CHUNK_NUMBERS", 1)
     monkeypatch.setattr(MODULE, "CHUNK_ROWS", 3)
-
-
-def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def draw_targets(n: int, n_vocab: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import tensor
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,10 +20,6 @@ from minillama.model.kernels.rms_norm import _torch_rms_norm
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [1, 3, 16, 63, 123]
 Gradients = tuple[Tensor, Tensor, Tensor | None]
-
-
-def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def exact(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import tensor, with_gradient
 from torch import Tensor
 
 from minillama.model.kernels import swiglu, swiglu_reference
@@ -18,24 +19,10 @@ DTYPES = [torch.float32, torch.float64]
 SIZES = [1, 3, 15, 16, 17, 63]
 
 
-def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
 def exact(x: Tensor) -> Tensor:
     """The equation, and nothing else."""
     gate, up = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return gate / (1 + (-gate).exp()) * up
-
-
-def with_gradient(
-    function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor]:
-    x = x.detach().requires_grad_()
-    y = function(x)
-    y.backward(grad.to(y.dtype))
-    assert x.grad is not None
-    return y.detach(), x.grad
 
 
 # ------------------------------------------------------------------------- values and gradients

@@ -236,7 +236,7 @@ def test_nothing_is_unpickled_that_is_not_data(saved):
         read_checkpoint(folder, for_resume=True)
 
 
-def test_a_transformers_folder_is_told_apart(saved):
+def test_a_transformers_folder_is_recognised(saved):
     folder, model, _ = saved
     save_file(dict(model.state_dict()), folder / WEIGHTS, {"format": "pt"})
     (folder / CONFIG).write_text('{"model_type": "llama", "hidden_size": 32}')
@@ -345,7 +345,7 @@ def test_a_run_folder_stands_for_its_best_else_its_last_else_its_newest(run):
     assert found() == "step-000010"
 
 
-def test_a_wrong_path_is_told_with_what_is_there(run, tmp_path):
+def test_the_error_for_a_wrong_path_lists_the_folder(run, tmp_path):
     (run / "config.yaml").write_text("name: x\n")
     for path, said in (
         (tmp_path / "rum", "no such folder.*holds.* run"),

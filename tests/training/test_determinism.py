@@ -54,7 +54,7 @@ def test_another_process_computes_the_same_bits(tiny, tmp_path):
     train(here, progress=False)
     there = tiny("there", **WATCHED)
     process = start(there, tmp_path / "there.yaml", PYTHONHASHSEED="77")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert bits(here) == bits(there)
 
@@ -65,7 +65,7 @@ def test_of_two_runs_that_begin_in_one_folder_at_once_one_is_refused(tiny, tmp_p
     processes = [start(config, file) for _ in range(2)]
     ends = []
     for process in processes:
-        _, said = process.communicate(timeout=90)
+        _, said = process.communicate(timeout=300)
         ends.append((process.returncode, said))
     (good, _), (refused, said) = sorted(ends)
     assert good == 0

@@ -54,8 +54,8 @@ def test_training_goes_on_when_the_reader_of_its_output_has_gone(tiny):
     assert RunFolder(Path(config.out_dir)).read_summary()["finished"]
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGHUP], [signal.SIGINT, signal.SIGINT]])
-def test_a_hangup_saves_and_two_interrupts_leave_no_traceback(tiny, signals):
+@pytest.mark.parametrize("signals", [[signal.SIGHUP], 2 * [signal.SIGINT], 3 * [signal.SIGINT]])
+def test_a_hangup_saves_and_quick_interrupts_leave_no_traceback(tiny, signals):
     config = tiny(**{"train.steps": 1_000_000, "train.save_every": 0})
     process = shell(config, "", wait=False)
     metrics = Path(config.out_dir) / "metrics.jsonl"
@@ -90,14 +90,21 @@ def test_a_moved_text_is_resumed_and_another_text_is_not(tiny, text_file, tmp_pa
     assert run(tiny(**{"data.source.files": [str(moved)]}), resume=True)["steps"] == 8
 
 
-def test_an_edited_plugin_is_another_run(tiny, tmp_path, monkeypatch):
+def test_an_edited_plugin_is_refused_at_a_resume_in_one_line(tiny, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text("x = 1\n")
     fields = {"plugins": [str(plugin)]}
-    run(tiny(**fields, **{"train.steps": 4}))
-    monkeypatch.setattr("minillama.training.run_folder.plugin_source_hash", lambda plugins: "new")
-    with pytest.raises(ConfigError, match="plugins no longer have the source code"):
-        run(tiny(**fields), resume=True)
+    run(tiny(**fields))
+    plugin.write_text("x = 2\n")
+    more = tiny(**fields, **{"train.steps": 10})
+    _, stderr, status = shell(more, "--resume")
+    assert status == 2
+    assert "Traceback" not in stderr
+    (line,) = [line for line in stderr.splitlines() if line.startswith("minillama: ")]
+    assert line == stderr.splitlines()[-1]
+    assert "cannot be resumed: plugins no longer have the source code that the run began" in line
+    plugin.write_text("x = 1\n")
+    assert run(more, resume=True)["steps"] == 10
 
 
 def test_a_run_is_resumed_from_an_older_checkpoint_by_name(tiny, tmp_path):

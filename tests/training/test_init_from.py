@@ -65,7 +65,7 @@ def test_training_begins_from_the_checkpoints_weights(parent, write):
     assert first["init_val_loss"] == pytest.approx(parent_summary["val_loss"], abs=1e-6)
 
 
-def test_a_swapped_norm_starts_anew_and_all_else_is_kept(parent, write):
+def test_a_swapped_norm_is_reinitialised_and_all_else_is_kept(parent, write):
     lines = f"init_from: {parent}\nmodel: {{norm: {{kind: layernorm, placement: peri}}}}\n"
     config = write(lines, "swapped")
     assert (config.model.dim, config.model.max_seq_len) == (32, 48)
@@ -156,9 +156,9 @@ def test_what_cannot_be_begun_from_is_refused_as_a_fault_of_init_from(
     for path, said in ((parent, rule), ("\0", "no checkpoint at"), (tmp_path, "no checkpoint at")):
         with pytest.raises(ConfigError) as caught:
             assemble(RunConfig(init_from=str(path)))
-        [fault] = caught.value.field_errors
-        assert (fault.path, fault.value) == ("init_from", str(path))
-        assert said in fault.rule
+        [error] = caught.value.field_errors
+        assert (error.path, error.value) == ("init_from", str(path))
+        assert said in error.rule
 
 
 def test_an_empty_name_of_a_checkpoint_is_a_fault_of_init_from(write):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from minillama.training.interrupt import StopSignal, SyncedStopSignal
+from minillama.training.interrupt import SIGNALS, StopSignal, SyncedStopSignal
 
 
 def send(number=signal.SIGINT):
@@ -12,7 +12,7 @@ def send(number=signal.SIGINT):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_wish_and_handlers_are_put_back(number):
+def test_the_first_signal_is_a_request_and_handlers_are_restored(number):
     before = signal.getsignal(number)
     with StopSignal() as stop:
         assert not stop.requested
@@ -21,11 +21,15 @@ def test_the_first_signal_is_a_wish_and_handlers_are_put_back(number):
     assert signal.getsignal(number) is before
 
 
-def test_the_second_signal_ends_at_once():
+def test_the_second_signal_ends_at_once_and_later_ones_are_ignored():
+    before = [signal.getsignal(number) for number in SIGNALS]
     with StopSignal():
         send()
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGTERM)
+        for number in SIGNALS:
+            send(number)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_a_breakable_body_is_left_at_once_and_other_bodies_are_not():
@@ -69,7 +73,7 @@ def test_ranks_stop_together_and_ignore_a_second_signal():
         assert not stop.requested  # until all have been asked
         stop.sync()
         assert stop.requested
-        stop.sync()  # nobody need be asked again
+        stop.sync()  # no other rank is asked again
     assert heard == [False, True]
 
 
@@ -79,3 +83,14 @@ def test_a_signal_that_another_process_got_leaves_the_breakable_body():
             stop.check()
             raise AssertionError("the body went on")
         assert stop.requested
+
+
+def test_a_rank_that_leaves_with_an_error_outlives_a_sigterm():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with pytest.raises(ValueError, match="lost"), SyncedStopSignal(lambda flag: flag):
+            raise ValueError("lost")
+        send(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGTERM, before[signal.SIGTERM])

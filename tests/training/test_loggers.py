@@ -62,14 +62,14 @@ def test_a_torn_line_is_left_out_with_a_word(tmp_path, caplog, torn):
     assert "line 5 is incomplete" in caplog.text
 
 
-def test_metrics_that_are_not_there_are_the_users_fault(tmp_path):
+def test_missing_metrics_are_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_cutting_keeps_only_what_is_wanted(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    filter_metrics(path, lambda line: True)  # nothing to cut is no fault
+    filter_metrics(path, lambda line: True)  # nothing to cut is no error
     assert not path.exists()
     write(path, [*LINES, {"step": 3, "loss": math.nan}])
     filter_metrics(path, lambda line: line["step"] >= 2)

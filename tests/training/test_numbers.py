@@ -101,7 +101,7 @@ def test_an_update_is_skipped_counted_and_changes_nothing(tiny, poison, where, v
     assert {step: line.get("skipped") for step, line in lines.items()} == {
         3: 1,
         4: 2,
-        7: 3,  # each is told, whether a line is due or not
+        7: 3,  # each is logged, whether a line is due or not
         5: None,
         8: None,
     }
@@ -212,7 +212,7 @@ def test_a_checkpoint_with_lost_weights_is_neither_loaded_nor_begun_from(tiny, v
         run(parse_run(child | {"init_from": config.out_dir, "out_dir": child["out_dir"]}, "child"))
 
 
-def test_ids_that_the_model_does_not_know_are_the_datas_fault(tiny):
+def test_ids_beyond_the_vocabulary_are_a_data_error(tiny):
     config = tiny(**{"data.split_seed": 77})  # a cache entry of this test's own
     folder = prepare(config).folder
     tokens = np.memmap(folder / "train-00000-00000.bin", np.uint16, "r+")
@@ -222,7 +222,7 @@ def test_ids_that_the_model_does_not_know_are_the_datas_fault(tiny):
         run(tiny(**{"data.split_seed": 77, "train.steps": 200}))
 
 
-def test_a_spike_is_told_and_the_run_goes_on(tiny, poison):
+def test_a_spike_is_logged_and_the_run_goes_on(tiny, poison):
     poison[40] = ("loss", 1e6)
     config = tiny(**{"train.steps": 44, "train.log_every": 25, "train.eval_every": 0})
     summary = run(config)

@@ -167,7 +167,7 @@ def finish(process):
         return process.communicate(timeout=500)[0]
     except subprocess.TimeoutExpired:
         process.terminate()  # it ends those that it started
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=300)[0]
         raise AssertionError(f"it hung: {said}") from None
 
 
@@ -283,7 +283,7 @@ def test_ranks_validate_each_token_once_in_as_many_passes(n, n_ranks):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_what_there_is_once_is_written_and_told_once(kind, request, alone):
+def test_rank_0_alone_writes_and_logs(kind, request, alone):
     folder, said = request.getfixturevalue(kind)
     for once in ("matrices at init have", "validation loss", "run folder: "):
         attempts = 3 if (kind, once) == ("fsdp", "matrices at init have") else 1
@@ -386,8 +386,7 @@ def test_a_shard_that_is_damaged_or_gone_is_refused_by_name(runs, fsdp):
 def test_a_rank_that_dies_ends_all_and_the_restart_resumes(fsdp):
     folder, said = fsdp
     assert "RuntimeError: the memory of rank 1 is on fire" in said
-    # Under load torchrun may end rank 0 before it notices, so not always twice.
-    assert said.count("rank 0: another process of this run has died") <= 2
+    assert said.count("rank 0: another process of this run has died") == 2
     assert re.findall(r"resuming after step (\d+)", said) == ["10", "20"]
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert names == {"step-000030", "step-000040", "step-000050", "best", "last"}
@@ -411,7 +410,7 @@ def test_a_signal_stops_all_at_one_step_and_one_process_can_go_on(runs, alone):
     assert_same_numbers(folder, alone)
 
 
-def test_a_divergence_is_told_once_and_ends_all_with_its_status(runs):
+def test_a_divergence_is_reported_once_and_ends_all_with_its_status(runs):
     folder, said = runs.together(
         2, "diverged", status=1, **{"train.parallel": "ddp", "optim.lr": 1e25}
     )
@@ -534,10 +533,10 @@ def test_a_full_disk_is_reported_once_and_keeps_the_last_checkpoint(runs, rank):
         patch=FULL.replace("RANK_THAT_FILLS_UP", rank),
         **{"train.parallel": "fsdp"},
     )
-    told = re.findall(r"\nminillama: (.*)", said)
-    assert len(told) == 1, said
-    assert "cannot be written: File too large" in told[0]
-    assert "step-000010 is complete" in told[0]
+    errors = re.findall(r"\nminillama: (.*)", said)
+    assert len(errors) == 1, said
+    assert "cannot be written: File too large" in errors[0]
+    assert "step-000010 is complete" in errors[0]
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert names == {"step-000010", "last"}
 

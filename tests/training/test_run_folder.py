@@ -53,7 +53,7 @@ def test_a_folder_that_holds_a_run_is_refused_with_both_flags_named(tmp_path, na
         assert (folder.path / name).exists()  # until there is something to replace it with
 
 
-def test_the_refusal_tells_a_finished_run(tmp_path):
+def test_the_refusal_names_a_finished_run(tmp_path):
     (tmp_path / "summary.json").write_text('{"finished": true}')
     with pytest.raises(ConfigError, match="already contains a finished run"):
         claim(tmp_path).__enter__()
@@ -65,13 +65,13 @@ def test_both_flags_at_once_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["file", "file/below"])
-def test_a_file_in_the_way_is_the_users_fault(tmp_path, path):
+def test_a_file_in_the_way_is_a_config_error(tmp_path, path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="is a file; name a folder"):
         claim(tmp_path / path).__enter__()
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder nobody can write to")
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that cannot be written")
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work():
     for path in (Path("/proc"), Path("/proc/run")):
         with pytest.raises(RunFolderError, match=f"{path} cannot be written"):
@@ -267,7 +267,7 @@ def test_all_that_a_resumed_run_may_not_change_is_listed_with_both_values(tiny):
     with pytest.raises(ConfigError) as caught:
         check_config(tiny(), tiny(**changes), 8, Path("run"))
     assert "optim.lr = 0.5: the run began with 0.003" in str(caught.value)
-    paths = {fault.path for fault in caught.value.field_errors}
+    paths = {error.path for error in caught.value.field_errors}
     assert {"optim.lr", "train.seed", "model.norm.kind"} <= paths
     assert "model.norm.options.bias" in paths
 

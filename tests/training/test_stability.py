@@ -54,10 +54,14 @@ def test_progress_counts_skips_and_keeps_a_bounded_window():
 def test_the_advice_is_what_the_config_does_not_have_yet(tiny):
     bare = {"optim.warmup_steps": 0, "optim.grad_clip": 0, "train.dtype": "float16"}
     said = remedies(tiny(**bare))
-    wishes = ["a lower optim.lr (now 0.003)", "a warm-up (optim.warmup_steps=1)", "optim.grad_clip"]
-    wishes += ["optim.z_loss", "model.norm.qk_norm=head", "train.dtype=bfloat16"]
-    for wish in wishes:
-        assert wish in said
+    settings = [
+        "a lower optim.lr (now 0.003)",
+        "a warm-up (optim.warmup_steps=1)",
+        "optim.grad_clip",
+    ]
+    settings += ["optim.z_loss", "model.norm.qk_norm=head", "train.dtype=bfloat16"]
+    for setting in settings:
+        assert setting in said
     assert "\n" not in said
     careful = {"optim.warmup_steps": 4, "optim.z_loss": 1e-4, "model.norm.qk_norm": "head"}
     said = remedies(tiny(**careful))
