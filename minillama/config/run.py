@@ -379,7 +379,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
     ``path`` is a YAML file, the name of a shipped config, or a run folder, whose ``config.yaml`` is
     read.  There, what was filled in follows an override: ``model.dim=128`` alone gives heads and an
-    MLP to match.
+    MLP to match; and ``out_dir`` is that folder, also when it was copied or moved.
 
     Raises:
         ConfigError: the file, an override or any entry is wrong; all entries at once.
@@ -388,9 +388,17 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     raw, changes = read_yaml(path), parse_overrides(overrides, text_fields(RunConfig))
     if "arms" in raw and "base" in raw:
         raise ConfigError(f"{path} is the config of an ablation; run it: minillama ablate {path}")
+    renamed = not {"name", "out_dir"}.isdisjoint(changes)
+    moved = Path(path).is_dir() and not _is_folder(raw.get("out_dir"), path)
     if changes:
         raw = without_derived(raw)
+    if moved and not renamed:
+        raw["out_dir"] = str(path)
     return parse_run(override(raw, changes, OWNED_BY_KIND), str(path))
+
+
+def _is_folder(out_dir: Any, folder: str | Path) -> bool:
+    return isinstance(out_dir, str) and Path(out_dir).resolve() == Path(folder).resolve()
 
 
 def without_derived(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from minillama.config import load_config
 from minillama.errors import ConfigError, DivergedError, RunFolderError
 from minillama.training.run_folder import RunFolder, check_config
 from minillama.training.summary import hash_config
+from minillama.training.trainer import train
 
 
 def claim(path, resume=False, overwrite=False):
@@ -275,3 +277,24 @@ def test_all_that_a_resumed_run_may_not_change_is_listed_with_both_values(tiny):
 def test_a_run_cannot_be_made_shorter_than_it_is(tiny):
     with pytest.raises(ConfigError, match="already made 8 steps"):
         check_config(tiny(), tiny(**{"train.steps": 7}), 8, Path("run"))
+
+
+def test_a_copied_run_is_resumed_in_the_copy(tiny, tmp_path, monkeypatch):
+    train(tiny(**{"train.steps": 4}), progress=False)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    summary = train(load_config("copy", ["train.steps=6"]), resume=True, progress=False)
+    assert summary["steps"] == 6
+    assert (tmp_path / "copy" / "checkpoints" / "last").resolve().name == "step-000006"
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "run" / "checkpoints" / "last").resolve().name == "step-000004"
+
+
+def test_a_run_folder_as_config_keeps_its_out_dir_unless_renamed(tiny, tmp_path):
+    train(tiny(**{"train.steps": 2}), progress=False)
+    run = tmp_path / "run"
+    assert load_config(run).out_dir == str(run)
+    assert load_config(run, ["out_dir=elsewhere"]).out_dir == "elsewhere"
+    run.rename(tmp_path / "moved")
+    assert load_config(tmp_path / "moved").out_dir == str(tmp_path / "moved")
