@@ -317,8 +317,9 @@ def check_content(state: Mapping[str, Any], now: Mapping[str, Any], where: Path)
     ):
         if state[name] != now[name]:
             raise ConfigError(
-                f"{where} cannot be resumed: {what} that the run began with; restore it, or start "
-                "again with --overwrite"
+                f"{where} cannot be resumed: {what} that the run began with; restore it "
+                "(or the version of minillama that the run began with), or start again with "
+                "--overwrite"
             )
 
 
