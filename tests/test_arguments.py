@@ -7,6 +7,7 @@ import torch
 
 import minillama
 from minillama.config import ModelConfig, NormConfig
+from minillama.config.ablation import load_ablation
 from minillama.config.loading import parse_overrides
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, train_tokenizer
 from minillama.errors import ConfigError, TokenizerError
@@ -102,6 +103,11 @@ def test_a_wrong_argument_is_refused_at_the_call(call, error, message):
 def test_the_config_of_an_ablation_is_not_trained():
     with pytest.raises(ConfigError, match="is the config of an ablation; run it: minillama ablate"):
         minillama.load_config("norms")
+
+
+def test_the_config_of_a_run_is_no_ablation():
+    with pytest.raises(ConfigError, match="is the config of a run; train it: minillama train"):
+        load_ablation("tiny")
 
 
 def test_a_compiler_that_fails_is_refused_before_training(monkeypatch):

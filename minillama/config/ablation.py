@@ -31,7 +31,7 @@ from minillama.config.loading import (
 )
 from minillama.config.run import OWNED_BY_KIND, RunConfig, without_derived
 from minillama.config.shipped import find_config
-from minillama.errors import FieldError
+from minillama.errors import ConfigError, FieldError
 from minillama.registry import unknown_name
 
 
@@ -143,6 +143,8 @@ def load_ablation(path: str | Path, overrides: Iterable[str] = ()) -> AblationCo
     """
     path = find_config(path)
     raw = read_yaml(path)
+    if not {"arms", "base"} & raw.keys() and {"model", "train", "optim"} & raw.keys():
+        raise ConfigError(f"{path} is the config of a run; train it: minillama train {path}")
     if isinstance(raw.get("base"), str):
         base = path.parent / expand_home(raw["base"])
         raw = {**raw, "base": without_derived(read_yaml(base))}
