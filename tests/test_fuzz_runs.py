@@ -22,7 +22,7 @@ from minillama.config.loading import dump_yaml
 MIB = 1 << 20
 SECONDS = 30  # the longest that one case may take; nearly all take a tenth of one
 
-PATHS = sorted(set(reading._leaves(RunConfig)) - {"plugins", "out_dir"})
+PATHS = sorted({path for path, _ in reading.fields_of(RunConfig)} - {"plugins", "out_dir"})
 
 NUMBERS = ["0", "1", "2", "3", "4", "8", "16", "17", "-1", "0.5", "1e-3", "1e30", "1e-40", "9" * 25]
 NUMBERS += [".nan", ".inf", "-.inf", str(10**9), str(10**12), str(2**63)]

@@ -21,7 +21,7 @@ HEADS = [(1, 1), (2, 1), (4, 2), (6, 6), (6, 1)]
 
 
 def rotation_of(length: int, dim: int, dtype: torch.dtype) -> Rotation:
-    rotation: Rotation = RotaryEmbedding(dim, length)(torch.arange(length), dtype)
+    rotation: Rotation = RotaryEmbedding(dim, max(1, length))(torch.arange(length), dtype)
     return rotation
 
 

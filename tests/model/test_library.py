@@ -306,3 +306,13 @@ def test_structs_are_as_large_in_python_as_in_c(monkeypatch: pytest.MonkeyPatch)
     header = (FOLDER / "kernels.h").read_text()
     with pytest.raises(AssertionError, match="decoder_t"):
         library._bind(built, header.replace("long rotation_stride;", ""))
+
+
+def test_an_interrupt_is_not_taken_for_a_failed_compiler(monkeypatch):
+    def interrupted(self, *args, **kwargs):
+        self.wait()  # nothing is left to kill
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(library.subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        library._run([sys.executable, "-c", ""], 60)

@@ -26,6 +26,7 @@ import subprocess
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -203,7 +204,8 @@ def _run(command: Sequence[str], timeout_s: float) -> bytes:
             printed, complaints = process.communicate(timeout=timeout_s)
         except BaseException:
             if hasattr(os, "killpg"):
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # else it would replace a Ctrl-C
+                    os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.communicate()
             raise
