@@ -309,10 +309,13 @@ def test_structs_are_as_large_in_python_as_in_c(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_interrupt_is_not_taken_for_a_failed_compiler(monkeypatch):
+    communicate = subprocess.Popen.communicate
+
     def interrupted(self, *args, **kwargs):
-        self.wait()  # nothing is left to kill
+        monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+        communicate(self)  # the compiler has ended, so no process is left to kill
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(library.subprocess.Popen, "communicate", interrupted)
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         library._run([sys.executable, "-c", ""], 60)
