@@ -134,25 +134,25 @@ def _init_loss(runs: Sequence[Run]) -> float:
 
 
 def _analyse(results: Results, arm: str) -> ArmResult:
-    runs = results.of_arm(arm)
+    runs, lrs = results.of_arm(arm), results.lrs_of(arm)
     losses = {(run.lr, run.seed): _loss(run) for run in runs if run.ended}
     mean_loss = {}
-    for lr in results.lrs:
+    for lr in lrs:
         at_lr = [loss for (other, _), loss in losses.items() if other == lr]
         if at_lr:
             mean_loss[lr] = float(np.mean(at_lr))
     best_lr = min(mean_loss, key=lambda lr: mean_loss[lr]) if mean_loss else math.nan
     at_best = {seed: loss for (lr, seed), loss in losses.items() if lr == best_lr}
     edge = ""
-    if len(results.lrs) > 1 and mean_loss:
-        edge = {results.lrs[0]: "lowest", results.lrs[-1]: "highest"}.get(best_lr, "")
+    if len(lrs) > 1 and mean_loss:
+        edge = {lrs[0]: "lowest", lrs[-1]: "highest"}.get(best_lr, "")
     init_loss = _init_loss(runs)
     sensitivity = {
-        seed: lr_sensitivity(results.lrs, [losses[lr, seed] for lr in results.lrs], init_loss)
+        seed: lr_sensitivity(lrs, [losses[lr, seed] for lr in lrs], init_loss)
         for seed in results.seeds
-        if all((lr, seed) in losses for lr in results.lrs) and len(results.lrs) > 1
+        if all((lr, seed) in losses for lr in lrs) and len(lrs) > 1
     }
-    full = len(results.lrs) > 1 and len(mean_loss) == len(results.lrs)
+    full = len(lrs) > 1 and len(mean_loss) == len(lrs)
     return ArmResult(
         name=arm,
         baseline=results.baseline_of.get(arm, arm),

@@ -1,6 +1,6 @@
-"""Expands an ablation's config into its cells: arms × axes × learning rates × seeds.
+"""Expands an ablation's config into its cells: arms × sizes × axes × learning rates × seeds.
 
-base ──overrides──▶ ──the arm's──▶ ──one value of each axis──▶ ──lr, seed, folder──▶ Cell
+base ──overrides──▶ the arm's ──▶ a size's ──▶ a value of each axis ──▶ lr, seed, folder ──▶ Cell
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minillama.config import RunConfig
 from minillama.config.ablation import AblationConfig
@@ -32,16 +32,33 @@ SET_BY_GRID = {
 _LONGEST_FOLDER_NAME = 100
 
 
+class Place(NamedTuple):
+    """The place of a cell in the grid; ``arm`` is the name of an :class:`Arm`."""
+
+    arm: str
+    lr: float
+    seed: int
+
+
 @dataclass(frozen=True)
 class Arm:
-    """One arm, or one arm at one value of each axis.
+    """One arm, or one arm at one size and one value of each axis.
 
-    ``baseline`` is the name of the arm it is compared with: the baseline at the same axis values.
+    Args:
+        name: its name in tables: that of the config and a suffix for each axis.
+        baseline: the name of the arm it is compared with: the baseline at the same axis values.
+        overrides: of the base, by dotted name.
+        lrs: its learning rates, in the order of the config.
+        config_arm: its name in the config.
+        point: the label of its value on each axis, by the axis's short name; ``size`` is one.
     """
 
     name: str
     baseline: str
     overrides: Mapping[str, Any]
+    lrs: tuple[float, ...] = ()
+    config_arm: str = ""
+    point: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,15 +86,20 @@ class Cell:
         return self.steps * self.config.train.batch_size * self.config.data.seq_len
 
 
-def cell_folders(
-    arms: Sequence[str], lrs: Sequence[float], seeds: Sequence[int]
-) -> dict[tuple[str, float, int], Path]:
-    """Return the folder of each (arm, lr, seed), relative to the ablation's, in that order."""
+def places(config: AblationConfig) -> list[Place]:
+    """Return the place of every cell of the grid in the order arm, learning rate, seed."""
+    return [
+        Place(arm.name, lr, seed) for arm in arms(config) for lr in arm.lrs for seed in config.seeds
+    ]
+
+
+def cell_folders(places: Iterable[Place]) -> dict[Place, Path]:
+    """Return the folder of each cell, relative to the ablation's."""
+    places = list(places)
+    arm_folders = _arm_folders(list(dict.fromkeys(place.arm for place in places)))
     return {
-        (arm, lr, seed): Path("cells") / folder / f"lr-{lr:g}" / f"seed-{seed}"
-        for arm, folder in _arm_folders(arms).items()
-        for lr in lrs
-        for seed in seeds
+        place: Path("cells") / arm_folders[place.arm] / f"lr-{place.lr:g}" / f"seed-{place.seed}"
+        for place in places
     }
 
 
@@ -113,7 +135,10 @@ def arms(config: AblationConfig) -> list[Arm]:
                 f"+{short}={_label(value)}" for short, value in zip(shorts, values, strict=True)
             )
             merged = flatten(overrides) | flatten(point)
-            out.append(Arm(name + suffix, config.baseline + suffix, merged))
+            labels = {short: _label(value) for short, value in zip(shorts, values, strict=True)}
+            out.append(
+                Arm(name + suffix, config.baseline + suffix, merged, tuple(config.lr), name, labels)
+            )
     return out
 
 
@@ -134,7 +159,7 @@ def cells(config: AblationConfig) -> list[Cell]:
     grid_arms = arms(config)
     names = [arm.name for arm in grid_arms]
     root = Path(config.out_dir)
-    folders = cell_folders(names, config.lr, config.seeds)
+    folders = cell_folders(places(config))
     for arm in grid_arms:
         run, found = None, _forbidden(arm)
         if names.count(arm.name) > 1:
@@ -154,28 +179,28 @@ def cells(config: AblationConfig) -> list[Cell]:
             )
             errors.setdefault(str(named), named)
         if run is not None:
-            for (name, lr, seed), folder in folders.items():
-                if name == arm.name:
-                    out.append(_cell(name, lr, seed, run, config, root / folder))
+            out += [
+                _cell(place, run, config, root / folder)
+                for place, folder in folders.items()
+                if place.arm == arm.name
+            ]
     if errors:
         raise ConfigError.of(f"ablation {config.name}", list(errors.values()))
     return out
 
 
-def _cell(
-    arm: str, lr: float, seed: int, run: RunConfig, config: AblationConfig, folder: Path
-) -> Cell:
+def _cell(place: Place, run: RunConfig, config: AblationConfig, folder: Path) -> Cell:
     on_nonfinite = "stop" if config.runner.stop_hopeless else "run_on"
     if run.train.on_nonfinite == "skip":  # one non-finite value does not decide the cell's fate
         on_nonfinite = "skip"
-    train = {"seed": seed, "on_nonfinite": on_nonfinite}
+    train = {"seed": place.seed, "on_nonfinite": on_nonfinite}
     update = {
         "name": "-".join(folder.parts[-3:]),
         "out_dir": str(folder),
-        "optim": run.optim.model_copy(update={"lr": lr}),
+        "optim": run.optim.model_copy(update={"lr": place.lr}),
         "train": run.train.model_copy(update=train),
     }
-    return Cell(arm, lr, seed, run.model_copy(update=update))
+    return Cell(*place, run.model_copy(update=update))
 
 
 def _checked(raw: Mapping[str, Any], where: str) -> tuple[RunConfig | None, list[FieldError]]:

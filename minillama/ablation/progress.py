@@ -18,6 +18,7 @@ from minillama.ablation.results import (
     COLUMNS,
     SESSIONS_FILE,
     Session,
+    read_left_out,
     read_run,
     read_sessions,
     table_row,
@@ -34,7 +35,10 @@ def is_finished(cell: Cell) -> bool:
 
 
 class CellTable:
-    """The cells that have ended, as rows of cells.csv, which is rewritten whenever one ends."""
+    """The cells that have ended, as rows of cells.csv, which is rewritten whenever one ends.
+
+    ``rows`` are those of the grid.  Finished cells of an earlier, wider config follow in the file.
+    """
 
     def __init__(self, folder: Path, grid: Sequence[Cell]) -> None:
         self._folder, self._grid = folder, grid
@@ -42,6 +46,8 @@ class CellTable:
         for cell in grid:
             if is_finished(cell):
                 self._add(cell, None)
+        inside = [cell.folder.relative_to(folder) for cell in grid]
+        self._left_out = [table_row(run, folder) for run in read_left_out(folder, inside)]
 
     def add(self, ended: Ended) -> None:
         """Add a cell that ended or crashed; an interrupted one has no row yet."""
@@ -51,12 +57,12 @@ class CellTable:
         self.write()
 
     def write(self) -> None:
-        """Write the file, its rows in the order of the grid."""
+        """Write the file, its rows in the order of the grid, then those outside it."""
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
         rows = [self.rows[cell.folder] for cell in self._grid if cell.folder in self.rows]
-        writer.writerows(rows)
+        writer.writerows(rows + self._left_out)
         with explain_write_errors(self._folder):
             write_atomic(self._folder / "cells.csv", text.getvalue())
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from minillama.ablation.grid import Arm, Place, cell_folders, places
 from minillama.ablation.grid import arms as arms_of
-from minillama.ablation.grid import cell_folders
 from minillama.ablation.measures import gradient_figures, spike_score
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import read_yaml
@@ -36,8 +38,12 @@ COLUMNS = (
     *("grad_norm_max", "grad_norm_p99", "clipped_share", "threads", "config_hash"),
     *("weights_hash", "data_hash", "error"),
     *("training_seconds", "validation_seconds", "starting_seconds"),
+    "in_grid",
 )
-"""The columns of ``cells.csv``."""
+"""The columns of ``cells.csv``.
+
+``in_grid`` is false for a finished cell of an earlier, wider config in the same folder.
+"""
 
 ENDED = ("ok", "collapsed", "diverged")
 """Fates of a run that ended by itself; ``crashed`` and ``unfinished`` ones did not."""
@@ -73,6 +79,8 @@ class Run:
     config: Mapping[str, Any]
     curves: Curves
     error: str = ""
+    in_grid: bool = True
+    """Whether the present config has this cell; if not, a wider one before it had."""
 
     def figure(self, key: str) -> float:
         """Return a number of the summary, NaN where it is missing or null."""
@@ -110,7 +118,12 @@ class Session:
 
 @dataclass(frozen=True)
 class Results:
-    """An ablation's runs in the order of its grid, or a single run."""
+    """An ablation's runs in the order of its grid, or a single run.
+
+    ``lrs`` are the learning rates of all arms together, ascending; see :meth:`lrs_of`.
+    ``left_out`` are finished runs in the folder that the present config does not have: they count
+    nowhere, but are listed, so that a narrower config cannot hide them.
+    """
 
     name: str
     folder: Path
@@ -123,6 +136,24 @@ class Results:
     is_ablation: bool = True
     missing: tuple[tuple[str, float, int], ...] = field(default=())
     sessions: tuple[Session, ...] = ()
+    grid_arms: Mapping[str, Arm] = field(default_factory=dict)
+    left_out: tuple[Run, ...] = ()
+
+    def lrs_of(self, arm: str) -> tuple[float, ...]:
+        """Return the learning rates of one arm, ascending; each size may have its own."""
+        return tuple(sorted(self.grid_arms[arm].lrs)) if arm in self.grid_arms else self.lrs
+
+    def left_out_reasons(self) -> dict[str, int]:
+        """Return why runs are left out, and how many for each reason, the first that applies."""
+        reasons = []
+        for run in self.left_out:
+            if run.arm not in self.arms:
+                reasons.append(f"arm {run.arm}")
+            elif run.lr not in self.lrs_of(run.arm):
+                reasons.append(f"learning rate {run.lr:g}")
+            else:
+                reasons.append(f"seed {run.seed}")
+        return dict(Counter(reasons))
 
     def of_arm(self, arm: str) -> list[Run]:
         """Return the runs of one arm."""
@@ -168,32 +199,61 @@ def read_results(folder: str | Path, read: RunReader | None = None) -> Results:
 
 def _read_ablation(folder: Path, read: RunReader) -> Results:
     config = load_ablation(folder / "ablation.yaml")
-    arms = arms_of(config)
-    names = tuple(arm.name for arm in arms)
+    arms = {arm.name: arm for arm in arms_of(config)}
     errors = {
-        (row["arm"], float(row["lr"]), int(row["seed"])): row.get("error") or ""
+        Place(row["arm"], float(row["lr"]), int(row["seed"])): row.get("error") or ""
         for row in _rows(folder / "cells.csv")
         if row.get("fate") == "crashed"
     }
     runs, missing = [], []
-    for (arm, lr, seed), cell in cell_folders(names, config.lr, config.seeds).items():
-        error = errors.get((arm, lr, seed))
+    folders = cell_folders(places(config))
+    for place, cell in folders.items():
+        error = errors.get(place)
         if (folder / cell / "config.yaml").is_file() or error is not None:
-            runs.append(read(folder / cell, arm, lr, seed, crash=error))
+            runs.append(read(folder / cell, *place, crash=error))
         else:
-            missing.append((arm, lr, seed))
+            missing.append(place)
     return Results(
         name=config.name,
         folder=folder,
-        arms=names,
-        baseline_of={arm.name: arm.baseline for arm in arms},
-        lrs=tuple(sorted(config.lr)),
+        arms=tuple(arms),
+        baseline_of={arm.name: arm.baseline for arm in arms.values()},
+        lrs=tuple(sorted({lr for arm in arms.values() for lr in arm.lrs})),
         seeds=tuple(config.seeds),
         margin=config.margin,
         runs=tuple(runs),
         missing=tuple(missing),
         sessions=read_sessions(folder),
+        grid_arms=arms,
+        left_out=tuple(read_left_out(folder, folders.values(), read)),
     )
+
+
+def read_left_out(folder: Path, grid: Iterable[Path], read: RunReader | None = None) -> list[Run]:
+    """Return the finished runs of an ablation's folder that are not in ``grid``, sorted.
+
+    A run's arm is the one that ``cells.csv`` names, else the name of its folder.
+
+    Args:
+        folder: of the ablation.
+        grid: folders of the cells of the present config, relative to ``folder``.
+        read: reads each run; default: :func:`read_run`.
+
+    Raises:
+        RunFolderError: a summary is damaged.
+    """
+    read = read or read_run
+    named = {row.get("run_dir"): row["arm"] for row in _rows(folder / "cells.csv")}
+    inside, found = set(grid), {}
+    for summary in (folder / "cells").glob("*/lr-*/seed-*/summary.json"):
+        cell = summary.parent.relative_to(folder)
+        if cell not in inside:
+            arm = named.get(cell.as_posix(), cell.parts[1])
+            with suppress(ValueError):  # not a folder that the grid has named
+                lr, seed = (part.partition("-")[2] for part in cell.parts[2:])
+                found[Place(arm, float(lr), int(seed))] = summary.parent
+    runs = (read(path, *place) for place, path in sorted(found.items()))
+    return [replace(run, in_grid=False) for run in runs if run.ended]
 
 
 def read_run(
@@ -293,6 +353,7 @@ def table_row(run: Run, root: Path) -> dict[str, Any]:
         "grad_norm_p99": gradients.p99,
         "clipped_share": gradients.clipped_share,
         "error": run.error or None,
+        "in_grid": run.in_grid,
     }
     row = {column: known.get(column, run.summary.get(column)) for column in COLUMNS}
     return {key: None if value != value else value for key, value in row.items()}

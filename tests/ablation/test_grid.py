@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from minillama.ablation.grid import arms, cell_folders, cells
+from minillama.ablation.grid import Place, arms, cell_folders, cells
 from minillama.config.ablation import AblationConfig
 from minillama.errors import ConfigError
 
@@ -44,7 +44,8 @@ def test_each_cell_is_a_resolved_run_with_its_own_folder() -> None:
 
 def test_any_arm_name_gives_a_short_safe_and_unique_folder() -> None:
     names = ["Post", "post", "a/b", "a-b", "..", "x" * 300, "x" * 299 + "y", "é", "con fused"]
-    folders = {arm: path.parts[1] for (arm, _, _), path in cell_folders(names, [1], [0]).items()}
+    cells_of = cell_folders(Place(name, 1.0, 0) for name in names)
+    folders = {place.arm: path.parts[1] for place, path in cells_of.items()}
     assert list(folders) == names
     assert (folders["Post"], folders["a-b"]) == ("Post", "a-b")
     assert all(re.fullmatch(r"[A-Za-z0-9_=+-][A-Za-z0-9._=+-]{,99}", f) for f in folders.values())

@@ -1,9 +1,11 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from minillama.ablation.results import COLUMNS, read_curves, read_results, table_row
 from minillama.errors import ConfigError, RunFolderError
@@ -43,6 +45,35 @@ def test_cells_that_are_missing_unfinished_or_crashed_are_told_apart(make_ablati
     ]
     assert results.missing == (("rms", 1e-3, 1),)
     assert [r.ended for r in results.runs] == [True, False, False]
+
+
+def test_cells_outside_a_narrowed_grid_stay_marked(make_ablation: Any) -> None:
+    losses = {arm: {1e-3: [2.0, 2.1], 1e-1: [3.0, None]} for arm in ("rms", "ln", "a b")}
+    folder = make_ablation(losses)
+    shutil.move(folder / "cells/a b", folder / "cells/a-b-hash")  # as the grid names such an arm
+    (folder / "cells/ln/lr-0.1/seed-1/summary.json").unlink()  # unfinished, so there is no result
+    (folder / "cells.csv").write_text(
+        "arm,lr,seed,fate,run_dir\na b,0.001,0,ok,cells/a-b-hash/lr-0.001/seed-0\n"
+    )
+    config = yaml.safe_load((folder / "ablation.yaml").read_text())
+    narrow = {"arms": {"rms": {}, "ln": {}}, "lr": [1e-3], "seeds": [0]}
+    (folder / "ablation.yaml").write_text(yaml.safe_dump(config | narrow, sort_keys=False))
+    results = read_results(folder)
+    assert [(r.arm, r.lr, r.seed) for r in results.runs] == [("rms", 1e-3, 0), ("ln", 1e-3, 0)]
+    assert [(r.arm, r.lr, r.seed) for r in results.left_out if r.lr == 1e-3] == [
+        ("a b", 1e-3, 0),
+        ("a-b-hash", 1e-3, 1),
+        ("ln", 1e-3, 1),
+        ("rms", 1e-3, 1),
+    ]
+    assert results.left_out_reasons() == {
+        "arm a b": 1,
+        "arm a-b-hash": 3,
+        "seed 1": 2,
+        "learning rate 0.1": 3,
+    }
+    assert [table_row(r, folder)["in_grid"] for r in results.runs] == [True, True]
+    assert {table_row(r, folder)["in_grid"] for r in results.left_out} == {False}
 
 
 def test_a_finished_cell_is_not_called_crashed_by_an_older_table(make_ablation: Any) -> None:

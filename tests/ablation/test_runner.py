@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from minillama.ablation.analysis import analyse_arms, compare_arms
 from minillama.ablation.grid import cells
 from minillama.ablation.pool import Ended, Pool
-from minillama.ablation.results import read_sessions
+from minillama.ablation.report.prose import headline
+from minillama.ablation.results import read_results, read_sessions
 from minillama.ablation.runner import dry_run, run
 from minillama.cli import main
 from minillama.config.ablation import AblationConfig, load_ablation
@@ -89,6 +91,12 @@ def ablation(tmp_path: Path, plugin: str, monkeypatch: pytest.MonkeyPatch) -> An
 def rows(folder: Path) -> list[dict[str, str]]:
     with (folder / "cells.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def headline_of(folder: Path) -> str:
+    results = read_results(folder)
+    arms = analyse_arms(results)
+    return headline(results, arms, compare_arms(arms, results.margin))
 
 
 def test_every_cell_ends_in_a_row_of_the_table(
@@ -315,6 +323,22 @@ def test_cells_of_another_config_are_refused_before_any_work(ablation: Any, tmp_
     assert "set another out_dir" in str(caught.value)
     assert f"{cell} has model.norm.kind = 'rmsnorm', not 'layernorm'" in str(caught.value)
     assert not (tmp_path / "out/ablation.yaml").exists()
+
+
+def test_a_narrowed_grid_keeps_the_rows_of_finished_cells(ablation: Any) -> None:
+    folder = run(ablation(lr=[1e-3, 3e-3], seeds=[0, 1]))
+    before = rows(folder)
+    run(ablation(lr=[1e-3], seeds=[0]))
+    after = rows(folder)
+    key = ("arm", "lr", "seed")
+    assert [(*(row[k] for k in key), row["in_grid"]) for row in after[:2]] == [
+        ("rms", "0.001", "0", "True"),
+        ("ln", "0.001", "0", "True"),
+    ]
+    assert {row["in_grid"] for row in after[2:]} == {"False"}
+    without = [{k: v for k, v in row.items() if k != "in_grid"} for row in before + after]
+    assert sorted(without[:8], key=str) == sorted(without[8:], key=str)
+    assert "6 finished runs in this folder are left out" in headline_of(folder)
 
 
 def test_a_folder_serves_one_ablation_at_a_time(ablation: Any, tmp_path: Path) -> None:

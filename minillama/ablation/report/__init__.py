@@ -68,9 +68,10 @@ def _small_print(results: Results) -> str:
 
 def cell_table(results: Results) -> pd.DataFrame:
     """Return the rows of ``cells.csv``, and those of unfinished runs, with types."""
-    rows = [table_row(run, results.folder) for run in results.runs]
+    rows = [table_row(run, results.folder) for run in (*results.runs, *results.left_out)]
     types = dict.fromkeys(COLUMNS, "float64")
     types |= dict.fromkeys(_TEXT_COLUMNS, "string") | dict.fromkeys(_INTEGER_COLUMNS, "Int64")
+    types["in_grid"] = "boolean"
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(types)
 
 

@@ -88,7 +88,7 @@ def _leaf(part: str) -> str:
 
 
 def headline(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Comparison]) -> str:
-    """Return the verdict in one sentence, and a second one if runs failed."""
+    """Return the verdict, then which runs failed and which are left out."""
     if not results.is_ablation:
         return _single_run(results.runs[0])
     short = short_names([arm.name for arm in arms])
@@ -96,7 +96,22 @@ def headline(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[
     counts = sorted((c for c in counts if c[0]), key=lambda c: c[0] / c[1], reverse=True)
     failed = [f"{short[arm.name]} ({n} of {n_runs})" for n, n_runs, arm in counts]
     text = _losses(results, comparisons, short)
-    return f"{text} Runs failed in {join_some(failed)}." if failed else text
+    if failed:
+        text += f" Runs failed in {join_some(failed)}."
+    return text + _left_out(results)
+
+
+def _left_out(results: Results) -> str:
+    """Return a sentence on finished runs that the config no longer has; empty if there are none."""
+    if not results.left_out:
+        return ""
+    reasons = [f"{reason} ({n})" for reason, n in results.left_out_reasons().items()]
+    runs = pluralize(len(results.left_out), "finished run")
+    verb = "is" if len(results.left_out) == 1 else "are"
+    return (
+        f" {runs} in this folder {verb} left out, because the config no longer has "
+        f"{join_words(reasons)}."
+    )
 
 
 def _losses(results: Results, comparisons: Sequence[Comparison], short: Mapping[str, str]) -> str:
