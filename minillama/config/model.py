@@ -78,10 +78,15 @@ class ModelConfig(Section):
         0.0, description="c in c·tanh(logits / c), which keeps logits below c (Gemma 2); 0: none"
     )
     tie_embeddings: bool = Field(True, description="the head shares the embedding's weights")
-    init: Literal["normal", "fan_in"] = Field(
+    attention_gate: Literal["none", "head", "element"] = Field(
+        "none",
+        description="multiply attention's output by σ(g_proj(x)), x being its input: one factor "
+        "for each head, or for each feature (Qwen3-Next; 2505.06708)",
+    )
+    init: Literal["normal", "plain_normal", "fan_in"] = Field(
         "normal",
         description="normal: std 0.02, o_proj and down_proj divided by √(2·n_layers); "
-        "fan_in: std 1/√fan_in",
+        "plain_normal: std 0.02, nothing divided (OLMo 2); fan_in: std 1/√fan_in",
     )
     norm: NormConfig = NormConfig()
 

@@ -279,8 +279,9 @@ def initialise(model: Transformer, seed: int) -> None:
     """Draw every matrix, each from a generator seeded by (seed, its name) alone.
 
     ``normal``: std 0.02, and 0.02 / √(2·n_layers) for o_proj and down_proj, which write to the
-    residual stream (Radford 2019, GPT-2).  ``fan_in``: std 1 / √fan_in; an embedding counts as the
-    head.  A placement may divide some of them further (DeepNorm).
+    residual stream (Radford 2019, GPT-2).  ``plain_normal``: std 0.02 everywhere (OLMo 2,
+    2501.00656).  ``fan_in``: std 1 / √fan_in; an embedding counts as the head.  A placement may
+    divide some of them further (DeepNorm).
     """
     divisor = PLACEMENTS.get(model.config.norm.placement).init_divisor(model.config.n_layers)
     norms = norm_parameter_names(model)
@@ -291,7 +292,8 @@ def initialise(model: Transformer, seed: int) -> None:
             std = weight.shape[1] ** -0.5
         else:
             writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = 0.02 / math.sqrt(2 * model.config.n_layers) if writes else 0.02
+            divided = writes and model.config.init == "normal"
+            std = 0.02 / math.sqrt(2 * model.config.n_layers) if divided else 0.02
         if name.split(".")[-2] in _DEEPNORM_SCALED:
             std /= divisor
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

@@ -37,7 +37,9 @@ class Parameters:
 def block_matrices(config: ModelConfig) -> tuple[int, int]:
     """Return the parameters of the matrices of one block's attention and MLP."""
     heads = 2 * config.n_heads + 2 * config.n_kv_heads  # q, o; k, v
-    return config.dim * heads * config.head_dim, 3 * config.dim * config.ffn_dim
+    gates = {"none": 0, "head": 1, "element": config.head_dim}[config.attention_gate]
+    attention = config.dim * (heads * config.head_dim + config.n_heads * gates)
+    return attention, 3 * config.dim * config.ffn_dim
 
 
 def layer_kinds(config: ModelConfig) -> list[tuple[int, int]]:
