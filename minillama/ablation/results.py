@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,21 +129,34 @@ class Results:
         return [run for run in self.runs if run.arm == arm]
 
 
-def read_results(folder: str | Path) -> Results:
+class RunReader(Protocol):
+    """Reads a run's folder: :func:`read_run`, or one that remembers what it has read."""
+
+    def __call__(
+        self, folder: Path, arm: str, lr: float, seed: int, crash: str | None = None
+    ) -> Run:
+        """Return the run; ``crash`` is the error of one that crashed."""
+
+
+def read_results(folder: str | Path, read: RunReader | None = None) -> Results:
     """Read an ablation's folder, or a single run's, finished or not.
+
+    Args:
+        folder: of the ablation or the run.
+        read: reads each run; default: :func:`read_run`.
 
     Raises:
         ConfigError: the folder holds neither.
         RunFolderError: one of its files is damaged.
     """
-    folder = Path(folder)
+    folder, read = Path(folder), read or read_run
     if (folder / "ablation.yaml").is_file():
-        return _read_ablation(folder)
+        return _read_ablation(folder, read)
     if (folder / "config.yaml").is_file():
         config = read_yaml(folder / "config.yaml")
         name = str(config.get("name", folder.name))
         lr = float(config.get("optim", {}).get("lr", math.nan))
-        run = read_run(folder, name, lr, int(config.get("train", {}).get("seed", 0)))
+        run = read(folder, name, lr, int(config.get("train", {}).get("seed", 0)))
         return Results(
             name, folder, (name,), {name: name}, (lr,), (run.seed,), 0.02, (run,), is_ablation=False
         )
@@ -153,7 +166,7 @@ def read_results(folder: str | Path) -> Results:
     )
 
 
-def _read_ablation(folder: Path) -> Results:
+def _read_ablation(folder: Path, read: RunReader) -> Results:
     config = load_ablation(folder / "ablation.yaml")
     arms = arms_of(config)
     names = tuple(arm.name for arm in arms)
@@ -166,7 +179,7 @@ def _read_ablation(folder: Path) -> Results:
     for (arm, lr, seed), cell in cell_folders(names, config.lr, config.seeds).items():
         error = errors.get((arm, lr, seed))
         if (folder / cell / "config.yaml").is_file() or error is not None:
-            runs.append(read_run(folder / cell, arm, lr, seed, crash=error))
+            runs.append(read(folder / cell, arm, lr, seed, crash=error))
         else:
             missing.append((arm, lr, seed))
     return Results(
@@ -183,8 +196,21 @@ def _read_ablation(folder: Path) -> Results:
     )
 
 
-def read_run(folder: Path, arm: str, lr: float, seed: int, crash: str | None = None) -> Run:
-    """Read one run's folder; ``crash`` is the error of a run that crashed.
+def read_run(
+    folder: Path,
+    arm: str,
+    lr: float,
+    seed: int,
+    crash: str | None = None,
+    curves: Curves | None = None,
+) -> Run:
+    """Read one run's folder.
+
+    Args:
+        folder: of the run.
+        arm, lr, seed: its place in the grid.
+        crash: the error, if it crashed.
+        curves: those of its metrics.jsonl; None: read them.
 
     Raises:
         RunFolderError: its summary is damaged.
@@ -200,34 +226,50 @@ def read_run(folder: Path, arm: str, lr: float, seed: int, crash: str | None = N
     else:
         fate = "unfinished" if crash is None else "crashed"
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
-    curves = read_curves(folder / "metrics.jsonl")
+    curves = read_curves(folder / "metrics.jsonl") if curves is None else curves
     return Run(arm, lr, seed, folder, fate, summary, config, curves, crash or "")
 
 
-def read_curves(path: Path) -> Curves:
-    """Read ``metrics.jsonl`` if it exists; of several lines for a step, the last one counts."""
-    train: dict[int, Mapping[str, Any]] = {}
-    val: dict[int, float] = {}
-    probes: dict[int, Mapping[str, Any]] = {}
-    for line in read_metrics(path) if path.is_file() else []:
+class CurveReader:
+    """Collects the lines of a ``metrics.jsonl``; of several lines for a step, the last counts."""
+
+    def __init__(self) -> None:
+        self._train: dict[int, Mapping[str, Any]] = {}
+        self._val: dict[int, float] = {}
+        self._probes: dict[int, Mapping[str, Any]] = {}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add one line."""
         step = int(line["step"])
         if "loss" in line:
-            train[step] = line
+            self._train[step] = line
         if "val_loss" in line:
-            val[step] = _number(line["val_loss"])
+            self._val[step] = _number(line["val_loss"])
         if "probe" in line:
-            probes[step] = line["probe"]
-    steps = sorted(train)
-    return Curves(
-        steps=np.array(steps, dtype=np.float64),
-        loss=np.array([_number(train[s]["loss"]) for s in steps], dtype=np.float64),
-        grad_norm=np.array([_number(train[s].get("grad_norm")) for s in steps], dtype=np.float64),
-        clipped=np.array([bool(train[s].get("clipped")) for s in steps], dtype=np.bool_),
-        skipped=np.array(["skipped" in train[s] for s in steps], dtype=np.bool_),
-        val_steps=np.array(sorted(val), dtype=np.float64),
-        val_loss=np.array([val[s] for s in sorted(val)], dtype=np.float64),
-        probes=tuple((s, probes[s]) for s in sorted(probes)),
-    )
+            self._probes[step] = line["probe"]
+
+    def curves(self) -> Curves:
+        """Return the curves so far."""
+        train, steps, val_steps = self._train, sorted(self._train), sorted(self._val)
+        norms = [_number(train[s].get("grad_norm")) for s in steps]
+        return Curves(
+            steps=np.array(steps, dtype=np.float64),
+            loss=np.array([_number(train[s]["loss"]) for s in steps], dtype=np.float64),
+            grad_norm=np.array(norms, dtype=np.float64),
+            clipped=np.array([bool(train[s].get("clipped")) for s in steps], dtype=np.bool_),
+            skipped=np.array(["skipped" in train[s] for s in steps], dtype=np.bool_),
+            val_steps=np.array(val_steps, dtype=np.float64),
+            val_loss=np.array([self._val[s] for s in val_steps], dtype=np.float64),
+            probes=tuple((s, self._probes[s]) for s in sorted(self._probes)),
+        )
+
+
+def read_curves(path: Path) -> Curves:
+    """Read ``metrics.jsonl`` if it exists."""
+    reader = CurveReader()
+    for line in read_metrics(path) if path.is_file() else []:
+        reader.add(line)
+    return reader.curves()
 
 
 def table_row(run: Run, root: Path) -> dict[str, Any]:

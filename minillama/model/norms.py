@@ -271,8 +271,12 @@ class DyT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Squash ``x`` of shape (..., dim)."""
         _check_width(x, len(self.weight))
-        y = self.weight * torch.tanh(self.alpha * x.to(_wide(x)))
+        y = self.weight * torch.tanh(self.argument(x))
         return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def argument(self, x: Tensor) -> Tensor:
+        """Return α·x, in float32: where it is beyond ±2 the tanh is nearly flat."""
+        return self.alpha * x.to(_wide(x))
 
 
 @_builds("derf")
@@ -300,8 +304,12 @@ class Derf(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Squash ``x`` of shape (..., dim)."""
         _check_width(x, len(self.weight))
-        y = self.weight * torch.erf(self.alpha * x.to(_wide(x)) + self.shift)
+        y = self.weight * torch.erf(self.argument(x))
         return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def argument(self, x: Tensor) -> Tensor:
+        """Return α·x + s, in float32: where it is beyond ±2 the erf is nearly flat."""
+        return self.alpha * x.to(_wide(x)) + self.shift
 
 
 @_builds("none")

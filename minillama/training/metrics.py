@@ -55,17 +55,22 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     try:
-        raw_lines = path.read_bytes().split(b"\n")
+        raw = path.read_bytes()
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}; name the metrics.jsonl of a run"
         ) from None
+    return parse_metrics(raw, path)
+
+
+def parse_metrics(raw: bytes, path: Path) -> list[dict[str, Any]]:
+    """Return the lines in ``raw``, a part of the file at ``path``; incomplete ones are left out."""
     lines = []
-    for number, raw in enumerate(raw_lines, start=1):
-        if not raw:
+    for number, text in enumerate(raw.split(b"\n"), start=1):
+        if not text:
             continue
         try:
-            line = json.loads(raw, object_hook=_with_nonfinite_numbers)
+            line = json.loads(text, object_hook=_with_nonfinite_numbers)
         except ValueError:
             line = None
         if isinstance(line, dict) and "step" in line:

@@ -302,6 +302,7 @@ LAYER_MEASURES = (
     ("attention_logit_max", "largest attention logit"),
     ("kurtosis", "kurtosis of the features"),
     ("update_ratio", "update ÷ parameters"),
+    ("saturation", "saturated features of DyT and Derf"),
 )
 """The measures of a probe that are drawn, with their axis titles."""
 

@@ -1,6 +1,6 @@
 "use strict";
 // Draws every figure from the page's own data, and again when an arm, the rate or the theme changes.
-const page = JSON.parse(document.getElementById("data").textContent);
+let page = JSON.parse(document.getElementById("data").textContent);
 const shown = page.arms.map(() => true);
 const rateSelect = document.getElementById("rate");
 const dark = matchMedia("(prefers-color-scheme: dark)");

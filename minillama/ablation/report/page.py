@@ -67,6 +67,11 @@ _CAPTIONS = {
         "Update size by depth",
         "Norm of one update divided by the norm of the parameters.",
     ),
+    "layer-saturation": (
+        "Saturation by depth",
+        "Share of the features with |α·x| above 2, which DyT and Derf squash nearly flat. Layers "
+        "without any are not drawn.",
+    ),
     "differences": (
         "Differences paired by seed",
         "Small marks: one seed each. Large: their mean with its 95% t interval. Shaded: the margin "
