@@ -49,7 +49,7 @@ def _train(options: Namespace) -> str:
         config = assemble(load_config(options.config, options.overrides))
     except ConfigError as error:
         raise launch.on_first_rank(error) from None
-    from minillama.commands import train_run
+    from minillama.commands.models import train_run
 
     resume = options.resume_from or options.resume
     with redirect_stdout(launch.SafeStream(sys.stdout)):  # a plugin's print must not end training
@@ -91,7 +91,7 @@ def _report(options: Namespace) -> str:
 
 
 def _eval(options: Namespace) -> str:
-    from minillama.commands import evaluate_text
+    from minillama.commands.models import evaluate_text
 
     return evaluate_text(
         options.checkpoint, options.text, options.seq_len, options.batch_size, as_json=options.json
@@ -99,7 +99,7 @@ def _eval(options: Namespace) -> str:
 
 
 def _generate(options: Namespace) -> Iterable[str]:
-    from minillama.commands import generate_text
+    from minillama.commands.models import generate_text
 
     return generate_text(
         options.checkpoint,
@@ -132,7 +132,7 @@ def _import(options: Namespace) -> str:
 
 
 def _convert_norm(options: Namespace) -> str:
-    from minillama.commands import convert_norm
+    from minillama.commands.models import convert_norm
 
     return convert_norm(options.checkpoint, options.out)
 
@@ -145,20 +145,20 @@ def _bench(options: Namespace) -> str:
 
 def _tokenizer_train(options: Namespace) -> str:
     config = assemble(load_config(options.config, options.overrides))
-    from minillama.commands import train_tokenizer_file
+    from minillama.commands.models import train_tokenizer_file
 
     return train_tokenizer_file(config, options.out)
 
 
 def _data_prepare(options: Namespace) -> str:
     config = assemble(load_config(options.config, options.overrides))
-    from minillama.commands import prepare_data
+    from minillama.commands.models import prepare_data
 
     return prepare_data(config, check=options.check)
 
 
 def _norms(options: Namespace) -> str:
-    from minillama.commands import explain_norms
+    from minillama.commands.models import explain_norms
 
     return explain_norms(options.name, options.plugin)
 

@@ -1,4 +1,4 @@
-"""The work of the commands that need torch; each function returns the text to print."""
+"""The commands that need torch: train, eval, generate and others; each returns what to print."""
 
 from __future__ import annotations
 
