@@ -172,6 +172,28 @@ def test_eval_of_a_model_that_is_far_off_prints_strict_json(tmp_path, capsys):
     assert figures["loss"] > 700
 
 
+def test_eval_names_its_own_option_where_the_text_is_wrong(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "tiny", *SMALL, f"out_dir={out}", "-q"]) == 0
+    (tmp_path / "empty.txt").touch()
+    os.mkfifo(tmp_path / "pipe")
+    for name, said in (("empty.txt", "no text in"), ("pipe", "is a pipe"), ("gone", "no such")):
+        assert main(["eval", str(out), "--text", str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert said in error.splitlines()[-1]
+        assert "--text" in error
+        assert "data.source" not in error
+    (tmp_path / "rows.jsonl").write_text('{"text": "some words"}\n' * 9, encoding="utf-8")
+    assert main(["eval", str(out), "--text", str(tmp_path / "rows.jsonl"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_bytes"] == 9 * len("some words")
+
+
+def test_a_warm_up_that_is_too_long_names_the_override_that_fits(capsys):
+    assert main(["config", "show", "tiny", "train.steps=5"]) == 2
+    assert "set optim.warmup_steps=0 too" in capsys.readouterr().err
+    assert main(["config", "show", "tiny", "train.steps=5", "optim.warmup_steps=0"]) == 0
+
+
 def test_a_plugin_that_exits_is_no_success(tmp_path, capsys):
     plugin = tmp_path / "leaves.py"
     plugin.write_text("raise SystemExit(0)\n", encoding="utf-8")

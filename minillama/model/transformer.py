@@ -227,7 +227,7 @@ class Transformer(nn.Module):
             )
         if not 0 <= z_loss < math.inf:
             raise ValueError(f"z_loss = {z_loss}: must be a finite number of at least 0")
-        targets_N = targets_BT.flatten()
+        targets_N = targets_BT.flatten().long()
         options = LossOptions(z_loss, self.config.logit_softcap)
         x_ND = self.hidden(tokens_BT).flatten(0, 1)
         if self.head_is_plain:

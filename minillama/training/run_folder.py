@@ -6,6 +6,7 @@ runs/NAME/ config.yaml  metrics.jsonl  summary.json  tensorboard/  report.html  
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -130,7 +131,7 @@ class RunFolder:
             newest = self.newest()
             safe = f"{newest} is complete" if newest else "no checkpoint was written before"
             raise RunFolderError(
-                f"{error}; {safe}; free some space or choose another out_dir, then use --resume"
+                f"{error}; {safe}; {_remedy(error.__cause__)}, then use --resume"
             ) from error
 
     def restarted(self) -> bool:
@@ -265,6 +266,21 @@ class RunFolder:
             return None
         _log.info("%s: this run has already finished its %d steps", self.path, summary["steps"])
         return summary
+
+
+def _remedy(error: BaseException | None) -> str:
+    """Return what to do about a write error."""
+    match getattr(error, "errno", None):
+        case errno.EFBIG:
+            return "raise the limit on a file's size (ulimit -f), or choose another out_dir"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return "make the folder writable, or choose another out_dir"
+        case errno.ENOENT | errno.ESTALE | errno.ENOTDIR:
+            return "the folder was removed or replaced: restore it"
+        case errno.EMFILE | errno.ENFILE:
+            return "raise the limit on open files (ulimit -n)"
+        case _:
+            return "free some space or choose another out_dir"
 
 
 # ------------------------------------------------------------------------------------------ resume
