@@ -242,6 +242,8 @@ class Trainer:
             "n_norm_params": sum(model.get_parameter(name).numel() for name in norms),
             "unigram_entropy": prepared.meta.unigram_entropy,
             "n_val_tokens": prepared.meta.n_val_tokens,
+            "source_sha256": prepared.meta.source_hash,
+            "tokenizer_sha256": prepared.meta.tokenizer_sha256,
             "weights_hash": hash_tensors(matrices),
             "data_hash": self.batches.hash,
             "device": describe_device(self.device),
