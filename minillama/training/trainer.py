@@ -337,7 +337,7 @@ class Trainer:
                 self.scaler.step(self.optimizer)
         self.scaler.update()
         spike = decision != "stop" and progress.count_step(
-            loss, n_tokens, skipped=decision == "skip"
+            loss, n_tokens, config.train.steps, skipped=decision == "skip"
         )
         seconds = time.perf_counter() - started
         progress.training_seconds += seconds
@@ -451,7 +451,12 @@ class Trainer:
         initial = progress.init_val_loss
         if self.config.init_from is not None:  # it started trained: no better is not diverged
             initial = max(initial, math.log(self.config.model.known_vocab_size))
-        judged = fate(progress.val_loss, initial, self.prepared.meta.unigram_entropy)
+        judged = fate(
+            progress.val_loss,
+            initial,
+            self.prepared.meta.unigram_entropy,
+            still_falling=progress.still_falling,
+        )
         return self._write_summary(judged, sample)
 
     def _sample(self) -> str | None:
