@@ -41,6 +41,9 @@ STILL_FALLING_SHARE = 0.05
 Measured with 300 steps of ``configs/ablations/base.yaml`` and its variants: at rates too low the
 share is 0.1 and more, at rates too high and after a collapse at most 0.03."""
 
+MIN_STEPS_FOR_PLATEAU = 16
+"""Fewer steps than this, four a quarter, cannot show that a loss has stopped falling."""
+
 SPIKE_SIGMAS = 6.0
 SPIKE_WINDOW = 128
 """A loss above mean + SPIKE_SIGMAS · σ of the last SPIKE_WINDOW finite losses is a spike."""

@@ -19,6 +19,7 @@ from minillama.config import RunConfig
 from minillama.config.run import deciding_fields
 from minillama.plugins import plugin_source_hash
 from minillama.training.stability import (
+    MIN_STEPS_FOR_PLATEAU,
     SPIKE_WINDOW,
     distance_to_collapse,
     is_spike,
@@ -98,9 +99,9 @@ class Progress:
     def still_falling(self) -> bool:
         """Whether the training loss fell all along the run, so that more steps would lower it.
 
-        Fewer than four steps show no plateau, so that they count as falling.
+        Fewer steps than ``MIN_STEPS_FOR_PLATEAU`` count as falling.
         """
-        if self.step < len(self.quarter_sums):
+        if self.step < MIN_STEPS_FOR_PLATEAU:
             return True
         quarters = [
             total / n if n else math.nan
