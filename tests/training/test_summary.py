@@ -31,12 +31,12 @@ def test_a_loss_still_falling_above_the_line_is_undertrained():
 
 
 def test_a_summary_holds_the_distance_to_the_line(tiny):
-    steps = tiny().train.steps
-    progress = Progress(step=steps, evaluated_step=steps, init_val_loss=5.0, val_loss=3.2)
-    ended = summarise(tiny(), progress, FACTS, fate="collapsed")
+    config = tiny(**{"train.steps": 20})
+    progress = Progress(step=20, evaluated_step=20, init_val_loss=5.0, val_loss=3.2)
+    ended = summarise(config, progress, FACTS, fate="collapsed")
     assert ended["distance_to_collapse"] == pytest.approx(0.3)
     assert ended["still_falling"] is False
-    unfinished = summarise(tiny(), progress, FACTS, fate=None)
+    unfinished = summarise(config, progress, FACTS, fate=None)
     assert (unfinished["distance_to_collapse"], unfinished["still_falling"]) == (None, None)
 
 
