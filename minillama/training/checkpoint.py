@@ -347,8 +347,10 @@ def initialise_from(model: Transformer, path: str | Path) -> list[str]:
         old_norms = norm_parameter_names(Transformer(saved.model))
     same_kind = (old.kind, old.options) == (norm.kind, norm.options)
 
+    same_qk_norm = (old.qk_norm, old.qk_unit_offset) == (norm.qk_norm, norm.qk_unit_offset)
+
     def fits(name: str) -> bool:
-        is_qk_norm = old.qk_norm == norm.qk_norm != "none" and name.split(".")[-2] in QK_NORMS
+        is_qk_norm = norm.qk_norm != "none" and same_qk_norm and name.split(".")[-2] in QK_NORMS
         return name in own and own[name].shape == weights[name].shape and (same_kind or is_qk_norm)
 
     loaded = {name: w for name, w in weights.items() if name not in old_norms or fits(name)}
