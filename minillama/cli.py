@@ -90,6 +90,18 @@ def _report(options: Namespace) -> str:
     return f"report: {write_report(options.folder)}"
 
 
+def _runs(options: Namespace) -> str:
+    from minillama.commands.runs import list_runs
+
+    return list_runs(options.folder, as_json=options.json)
+
+
+def _compare(options: Namespace) -> str:
+    from minillama.commands.compare import compare
+
+    return compare(options.folders, as_json=options.json)
+
+
 def _eval(options: Namespace) -> str:
     from minillama.commands.models import evaluate_text
 
@@ -254,6 +266,21 @@ COMMANDS = {
         "minillama report runs/quick",
         _report,
         (_argument("folder", metavar="DIR", help="the folder of an ablation or of a run"),),
+    ),
+    "runs": Command(
+        "list the runs and ablations in a folder, and how each of them stands",
+        "minillama runs",
+        _runs,
+        (
+            _argument("folder", metavar="DIR", nargs="?", default="runs", help="default: runs"),
+            AS_JSON,
+        ),
+    ),
+    "compare": Command(
+        "show where the configs of runs differ, their losses and their speeds",
+        "minillama compare runs/tiny runs/tiny-layernorm",
+        _compare,
+        (_argument("folders", metavar="RUN", nargs="+", help="a run folder; two or more"), AS_JSON),
     ),
     "eval": Command(
         "measure loss, perplexity and bits per byte",

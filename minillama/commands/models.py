@@ -56,7 +56,8 @@ def train_run(config: RunConfig, resume: bool | str, overwrite: bool, *, progres
     lines += [
         f"validation loss {summary['val_loss']:.4f} nats per token, "
         f"perplexity {summary['val_perplexity']:.2f}, "
-        f"{summary['val_bits_per_byte']:.3f} bits per byte; fate: {summary['fate']}",
+        f"{summary['val_bits_per_byte']:.3f} bits per byte; fate: {summary['fate']}"
+        + (" (still falling: train longer)" if summary["fate"] == "undertrained" else ""),
         f"run folder: {config.out_dir}; generate text: minillama generate {config.out_dir}",
     ]
     return "\n".join(lines)

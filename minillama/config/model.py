@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from minillama.config.fields import Factor, NonNegativeFloat, Positive, PositiveFloat
 from minillama.config.loading import Section, derived, refuse
-from minillama.config.norms import NORM_KINDS, NormConfig
+from minillama.config.norms import NormConfig
 from minillama.errors import ConfigError, FieldError
 
 
@@ -115,8 +115,3 @@ class ModelConfig(Section):
         if self.vocab_size is None:
             raise ConfigError("model.vocab_size is not set; set it to the tokenizer's vocab_size")
         return self.vocab_size
-
-
-def advice(model: ModelConfig) -> list[str]:
-    """Return what is valid in ``model`` but makes a comparison unfair, one line each."""
-    return NORM_KINDS.get(model.norm.kind).advice(model)

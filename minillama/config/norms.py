@@ -157,9 +157,11 @@ class NormConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> NormConfig:
         errors = []
-        norms_qkv = PLACEMENTS.get(self.placement).norms_qkv
-        if norms_qkv and self.qk_norm != "none":
-            rule = f"the {self.placement} placement norms q, k and v itself; leave this at none"
+        placement = PLACEMENTS.get(self.placement)
+        norms_qkv = placement.norms_qkv
+        if (norms_qkv or placement.unit_weights) and self.qk_norm != "none":
+            what = "q, k and v" if norms_qkv else "q and k"
+            rule = f"the {self.placement} placement norms {what} itself; leave this at none"
             errors.append(FieldError("qk_norm", self.qk_norm, rule, "placement"))
         if norms_qkv and self.v_norm:
             rule = f"the {self.placement} placement norms q, k and v itself; leave this at false"

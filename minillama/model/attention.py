@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from minillama.arguments import check_type, whole_number
 from minillama.config import ModelConfig
+from minillama.config.placement import PLACEMENTS
 from minillama.errors import ConfigError
 from minillama.model.kernels import attend, causal_attention
 from minillama.model.kv_cache import KVCache
-from minillama.model.norms import RMSNorm, build_norm
+from minillama.model.ngpt import LearnedScale
+from minillama.model.norms import L2Norm, RMSNorm, build_norm
 from minillama.model.projection import Linear, packed_linear
 from minillama.model.rope import Rotation, rotate
 
@@ -34,6 +36,8 @@ class Attention(nn.Module):
     k_proj and v_proj, one factor for each head or for each feature (Qiu 2025, arXiv 2505.06708,
     gate G1; ``element`` in Qwen3-Next).
 
+    In an nGPT queries and keys have length 1, then learned lengths (:mod:`minillama.model.ngpt`).
+
     Raises:
         ConfigError: both are asked for, or ``layer`` is below 0.
     """
@@ -42,6 +46,7 @@ class Attention(nn.Module):
     k_norm: nn.Module
     v_norm: nn.Module
     g_proj: Linear | None
+    qk_scale: LearnedScale | None
 
     def __init__(self, config: ModelConfig, layer: int = 0, *, qkv_norm: bool = False) -> None:
         super().__init__()
@@ -71,6 +76,10 @@ class Attention(nn.Module):
             whole, offset = self.qk_norm == "full", norm.qk_unit_offset
             self.q_norm = RMSNorm(q_dim if whole else self.head_dim, norm.eps, unit_offset=offset)
             self.k_norm = RMSNorm(kv_dim if whole else self.head_dim, norm.eps, unit_offset=offset)
+        self.qk_scale = None
+        if PLACEMENTS.get(norm.placement).unit_weights:
+            self.q_norm, self.k_norm = (L2Norm(self.head_dim, norm.eps) for _ in range(2))
+            self.qk_scale = LearnedScale(kv_dim, start=1.0, stored=config.dim**-0.5)
         if norm.v_norm:
             self.v_norm = RMSNorm(self.head_dim, norm.eps, affine=False)
         self.g_proj = None
@@ -96,7 +105,13 @@ class Attention(nn.Module):
         """Return queries (B, H, T, K), keys and values (B, G, T, K), normed and rotated."""
         parts = [self.n_heads, self.n_kv_heads, self.n_kv_heads]
         q, k, v = torch.split(self.heads(x_BTD).transpose(1, 2), parts, dim=1)
-        return rotate(q, rotation), rotate(k, rotation), v
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.qk_scale is not None:
+            s_GK = torch.unflatten(self.qk_scale(), 0, (self.n_kv_heads, self.head_dim))
+            s_HK = s_GK.repeat_interleave(self.n_heads // self.n_kv_heads, dim=0)
+            # Attention divides by √K, and nGPT multiplies by it.
+            q, k = self.head_dim * s_HK[:, None] * q, s_GK[:, None] * k
+        return q, k, v
 
     def forward(
         self,
@@ -109,10 +124,11 @@ class Attention(nn.Module):
 
         ``mask`` is True where a key may be seen; None is causal (T = S), or a single query.
         """
-        if cache is None and mask is None:
+        is_plain = self.qk_scale is None
+        if cache is None and mask is None and is_plain:
             heads = self.heads(x_BTD)
             y_BTHK = causal_attention(heads, rotation, self.n_heads, self.n_kv_heads)
-        elif cache is not None and x_BTD.shape[1] == 1:
+        elif cache is not None and x_BTD.shape[1] == 1 and is_plain:
             y_BTHK = cache.attend(self.layer, self.heads(x_BTD), rotation)
         else:
             q_BHTK, k_BGSK, v_BGSK = self.qkv(x_BTD, rotation)

@@ -57,7 +57,7 @@ def _without_scales(slots: Slots | None) -> Slots | None:
     if slots is None:
         return None
     s, alpha = float(slots.s != 1), float(slots.alpha != 1)
-    return replace(slots, s=s, alpha=alpha, mlp=_without_scales(slots.mlp))
+    return replace(slots, s=s, alpha=alpha, output_gain=1.0, mlp=_without_scales(slots.mlp))
 
 
 def count_parameters(config: ModelConfig) -> Parameters:
@@ -85,6 +85,8 @@ def count_parameters(config: ModelConfig) -> Parameters:
     parts["embedding"] = config.known_vocab_size * config.dim
     parts["head"] = 0 if config.tie_embeddings else parts["embedding"]
     parts["other"] += config.embed_scale == "learned"
+    if PLACEMENTS.get(config.norm.placement).unit_weights:
+        parts["other"] += config.known_vocab_size  # a scale for each logit
     return Parameters(**parts)
 
 

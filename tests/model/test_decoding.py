@@ -48,6 +48,8 @@ def read_all(model: Transformer, tokens: list[int]) -> tuple[torch.Tensor, Decod
         ({"norm": {"placement": "scaled"}}, False),
         ({"norm": {"qk_norm": "head"}}, False),
         ({"norm": {"v_norm": True}}, False),
+        ({"norm": {"placement": "keel"}}, False),
+        ({"norm": {"placement": "ngpt", "kind": "l2norm"}}, False),
         ({"attention_gate": "head"}, False),
         ({"attention_gate": "element", "norm": {"qk_norm": "head", "v_norm": True}}, False),
         ({"norm": {"embed_norm": True}}, False),

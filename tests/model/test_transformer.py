@@ -402,8 +402,18 @@ def test_a_model_can_be_copied_pickled_saved_and_loaded():
     assert torch.equal(model(TOKENS), expected)
 
 
-def test_a_compiled_model_computes_the_same_without_a_graph_break():
-    model = build(init="fan_in", norm={"qk_norm": "head"})
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"norm": {"qk_norm": "head"}},
+        {"norm": {"v_norm": True, "placement": "keel"}, "attention_gate": "element"},
+        {"norm": {"kind": "l2norm", "placement": "ngpt"}},
+    ],
+    ids=str,
+)
+def test_a_compiled_model_computes_the_same_without_a_graph_break(changed):
+    model = build(init="fan_in", **changed)
+    torch._dynamo.reset()
     # Whether it can be captured whole is the question; machine code would only cost time here.
     compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
     results = []
