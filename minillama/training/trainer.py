@@ -54,7 +54,6 @@ from minillama.training.checkpoint import (
     hash_tensors,
     initialise_from,
     load_optimizer,
-    load_weights,
     optimizer_tensors,
     read_checkpoint,
     save_checkpoint,
@@ -254,7 +253,7 @@ class Trainer:
             check_compile(self.device)
         if checkpoint is not None:  # before the model is sharded
             check_content(checkpoint.state, content_hashes(config, prepared), folder.path)
-            load_weights(model, checkpoint.weights, checkpoint.folder)
+            model.load_state_dict(checkpoint.weights)
         self.parallel = parallelize(model, self.device, config.train)
         self.parameters = list(model.parameters())
         self.optimizer = build_optimizer(model, config.optim)
