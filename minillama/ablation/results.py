@@ -26,6 +26,7 @@ from minillama.config.ablation import load_ablation
 from minillama.config.loading import read_yaml
 from minillama.errors import ConfigError, RunFolderError
 from minillama.training.metrics import read_metrics
+from minillama.training.stability import distance_to_collapse
 
 Floats = NDArray[np.float64]
 
@@ -36,10 +37,11 @@ COLUMNS = (
     *("grad_norm_max", "grad_norm_p99", "clipped_share", "threads", "config_hash"),
     *("weights_hash", "data_hash", "error"),
     *("training_seconds", "validation_seconds", "starting_seconds"),
+    *("distance_to_collapse", "still_falling"),
 )
 """The columns of ``cells.csv``."""
 
-ENDED = ("ok", "collapsed", "diverged")
+ENDED = ("ok", "undertrained", "collapsed", "diverged")
 """Fates of a run that ended by itself; ``crashed`` and ``unfinished`` ones did not."""
 
 SESSIONS_FILE = "sessions.json"
@@ -85,9 +87,19 @@ class Run:
         return math.isfinite(self.figure(key))
 
     @property
+    def distance_to_collapse(self) -> float:
+        """How far its loss lies above the line for "collapsed", in nats per token.
+
+        NaN without a loss.
+        """
+        return distance_to_collapse(self.figure("val_loss"), self.figure("unigram_entropy"))
+
+    @property
     def has_loss(self) -> bool:
         """Whether it ended with a loss worth drawing; that of a diverged run is far too large."""
-        return self.fate in ("ok", "collapsed") and math.isfinite(self.figure("val_loss"))
+        return self.fate in ("ok", "undertrained", "collapsed") and math.isfinite(
+            self.figure("val_loss")
+        )
 
     @property
     def ended(self) -> bool:
@@ -293,6 +305,7 @@ def table_row(run: Run, root: Path) -> dict[str, Any]:
         "grad_norm_p99": gradients.p99,
         "clipped_share": gradients.clipped_share,
         "error": run.error or None,
+        "distance_to_collapse": run.distance_to_collapse,
     }
     row = {column: known.get(column, run.summary.get(column)) for column in COLUMNS}
     return {key: None if value != value else value for key, value in row.items()}

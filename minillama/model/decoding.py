@@ -86,6 +86,7 @@ def _layer(block: nn.Module, cache: KVCache, index: int) -> Layer | None:
         block.mlp_output_norm,
         block.mlp_residual_norm,
     )
+    attention_norms = (attention.q_norm, attention.k_norm, attention.v_norm)
     projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     projections += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     dtype = cache.k_LBGSK.dtype
@@ -96,8 +97,8 @@ def _layer(block: nn.Module, cache: KVCache, index: int) -> Layer | None:
         or mlp_gain is None
         or not all(type(norm) is nn.Identity for norm in around)
         or not all(type(projection) is Linear for projection in projections)
-        or attention.qk_norm != "none"
-        or attention.qkv_norm
+        or not all(type(norm) is nn.Identity for norm in attention_norms)
+        or attention.g_proj is not None
         or (block.s, block.alpha, block.a) != (1, 1, None)
     ):
         return None

@@ -384,6 +384,20 @@ def build_norm(config: NormConfig, dim: int, site: str = "") -> nn.Module:
     return norm
 
 
+@torch.no_grad()
+def multiply_gain(norm: nn.Module, factor: float) -> None:
+    """Multiply the gain that ``norm`` starts with; one without a gain is left as it is."""
+    if factor == 1:
+        return
+    if isinstance(norm, ScaleNorm):
+        norm.g.mul_(factor)
+        return
+    gain = getattr(norm, "weight", None)
+    if isinstance(gain, nn.Parameter):
+        offset = 1 if isinstance(norm, RMSNorm) and norm.unit_offset else 0
+        gain.copy_((gain + offset) * factor - offset)
+
+
 def norm_parameter_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters that belong to norms, by the classes of the modules."""
     return {

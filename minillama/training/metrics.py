@@ -80,6 +80,24 @@ def parse_metrics(raw: bytes, path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def last_line(path: Path, key: str) -> dict[str, Any] | None:
+    """Return the last complete line of a metrics.jsonl that has ``key``; None if none has."""
+    try:
+        raw_lines = path.read_bytes().split(b"\n")
+    except OSError:
+        return None
+    quoted = json.dumps(key).encode()
+    for raw in reversed(raw_lines):
+        if quoted in raw:  # quicker than parsing each line
+            try:
+                line = json.loads(raw, object_hook=_with_nonfinite_numbers)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and key in line:
+                return line
+    return None
+
+
 def filter_metrics(path: Path, keep: Callable[[Line], bool]) -> None:
     """Rewrite a metrics.jsonl atomically with only the lines for which ``keep`` is true."""
     if path.exists():

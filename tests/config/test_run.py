@@ -10,7 +10,6 @@ from minillama.ablation.grid import cells
 from minillama.config import ModelConfig, RunConfig, load_config
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import get_path
-from minillama.config.model import advice
 from minillama.config.run import (
     DEFAULT_BPE_VOCAB_SIZE,
     OWNED_BY_KIND,
@@ -443,19 +442,6 @@ def test_every_shipped_config_loads_and_documents_time_and_purpose(path):
     comment = path.read_text(encoding="utf-8").split("\n\n")[0]
     assert "# Takes: " in comment
     assert "# Shows: " in comment
-
-
-def test_advice_names_each_condition_that_a_fair_dyt_lacks():
-    def lines(**model):
-        return advice(ModelConfig(**model))
-
-    fair = {"alpha": 0.2, "alpha_attention": 0.8, "bias": False}
-    assert lines() == []
-    assert lines(norm={"kind": "dyt", "options": fair}, embed_scale="learned") == []
-    [naive] = lines(norm={"kind": "dyt"})
-    assert all(w in naive for w in ("options.bias=false", "alpha_attention", "embed_scale=learned"))
-    [unscaled] = lines(norm={"kind": "dyt", "options": fair})
-    assert unscaled.endswith("without model.embed_scale=learned")
 
 
 # ------------------------------------------------------------------- a run's own config, overridden

@@ -114,7 +114,7 @@ def test_a_norms_parameters_are_known_by_its_class_not_by_a_name(scratch_registr
 WIDE = {"dim": 128, "ffn_dim": 352, "n_layers": 3, "vocab_size": 512, "n_kv_heads": 4}
 
 
-@pytest.mark.parametrize("init", ["normal", "fan_in"])
+@pytest.mark.parametrize("init", ["normal", "plain_normal", "fan_in"])
 def test_the_standard_deviations_are_those_documented(init):
     model = build(init=init, tie_embeddings=False, **WIDE)
     norms = norm_parameter_names(model)
@@ -122,7 +122,7 @@ def test_the_standard_deviations_are_those_documented(init):
         if name in norms:
             assert torch.equal(weight, torch.ones_like(weight))
             continue
-        std = {"normal": 0.02, "fan_in": weight.shape[1] ** -0.5}[init]
+        std = {"fan_in": weight.shape[1] ** -0.5}.get(init, 0.02)
         if init == "normal" and name.endswith(("o_proj.weight", "down_proj.weight")):
             std = 0.02 / math.sqrt(2 * 3)
         assert weight.std().item() == pytest.approx(std, rel=0.03), name
@@ -403,8 +403,18 @@ def test_a_model_can_be_copied_pickled_saved_and_loaded():
     assert torch.equal(model(TOKENS), expected)
 
 
-def test_a_compiled_model_computes_the_same_without_a_graph_break():
-    model = build(init="fan_in", norm={"qk_norm": "head"})
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"norm": {"qk_norm": "head"}},
+        {"norm": {"v_norm": True, "placement": "keel"}, "attention_gate": "element"},
+        {"norm": {"kind": "l2norm", "placement": "ngpt"}},
+    ],
+    ids=str,
+)
+def test_a_compiled_model_computes_the_same_without_a_graph_break(changed):
+    model = build(init="fan_in", **changed)
+    torch._dynamo.reset()
     # Whether it can be captured whole is the question; machine code would only cost time here.
     compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
     results = []
