@@ -262,6 +262,7 @@ class Transformer(nn.Module):
             IndexError: an id or a target is not in the vocabulary.
         """
         _check_tokens(tokens_BT)
+        check_type("targets", targets_BT, Tensor)
         if targets_BT.shape != tokens_BT.shape or targets_BT.dtype not in _ID_DTYPES:
             raise ValueError(
                 f"targets of {targets_BT.dtype} and shape {tuple(targets_BT.shape)}: must have "
