@@ -373,8 +373,9 @@ def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable
     def register(build: BuildT) -> BuildT:
         if not callable(build):
             raise TypeError(f"a norm is built by a class or a function, not by {build!r}")
-        dim, *parameters = inspect.signature(build, eval_str=True).parameters.values() or [None]
-        if dim is None or dim.kind in (dim.KEYWORD_ONLY, dim.VAR_KEYWORD):
+        parameters = list(inspect.signature(build, eval_str=True).parameters.values())
+        first = parameters.pop(0) if parameters else None
+        if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
             raise ConfigError(
                 f"the norm {name!r} has no first parameter for the number of features; begin with "
                 "def __init__(self, dim: int, ...)"
