@@ -39,7 +39,11 @@ COLUMNS = (
     *("training_seconds", "validation_seconds", "starting_seconds"),
     *("distance_to_collapse", "still_falling"),
 )
-"""The columns of ``cells.csv``."""
+"""The columns of ``cells.csv``.
+
+A value that is not known is empty.  ``grad_norm_max`` and ``grad_norm_p99`` are ``inf`` where a
+gradient was not finite, which readers of CSV take for the number.
+"""
 
 ENDED = ("ok", "undertrained", "collapsed", "diverged")
 """Fates of a run that ended by itself; ``crashed`` and ``unfinished`` ones did not."""

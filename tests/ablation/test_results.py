@@ -1,8 +1,11 @@
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from minillama.ablation.results import COLUMNS, read_curves, read_results, table_row
@@ -109,6 +112,20 @@ def test_a_row_has_every_column_and_none_for_what_is_unknown(make_ablation: Any)
     assert 0 < good["clipped_share"] < 1
     assert good["error"] is None
     assert (bad["fate"], bad["val_loss"], bad["grad_norm_max"]) == ("diverged", None, np.inf)
+
+
+def test_a_reader_of_csv_takes_the_columns_for_numbers(make_ablation: Any) -> None:
+    folder = make_ablation({"rms": {1e-3: [2.0, None]}})
+    runs = read_results(folder).runs
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table_row(run, folder) for run in runs)
+    text.seek(0)
+    table = pd.read_csv(text)
+    assert table["grad_norm_max"].dtype == table["val_loss"].dtype == np.float64
+    assert np.isposinf(table["grad_norm_max"][1])
+    assert np.isnan(table["val_loss"][1])
 
 
 def test_what_follows_a_skipped_step_still_counts(make_run: Any) -> None:
