@@ -37,7 +37,7 @@ _CAPTIONS = {
         "Loss against learning rate",
         "Each mark is the loss of one run on the whole validation split at its end; lines join the "
         "means over seeds. A cross is a run that failed: at its loss if it collapsed, at the upper "
-        "edge if it diverged.",
+        "edge if it diverged. An open ring is a run that was still falling (undertrained).",
     ),
     "loss-step": (
         "Loss against step",
