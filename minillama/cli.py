@@ -67,6 +67,12 @@ def _plan(options: Namespace) -> str:
 
 def _ablate(options: Namespace) -> str:
     config = load_ablation(options.config, options.overrides)
+    if options.power:
+        if options.dry_run:
+            raise ConfigError("--power and --dry-run: give one of them")
+        from minillama.ablation.seed_plan import read_seed_plan
+
+        return read_seed_plan(config)
     from minillama.ablation.runner import check_crashes, dry_run, run
 
     if options.dry_run:
@@ -273,6 +279,12 @@ COMMANDS = {
             _argument("config", metavar="CONFIG", help="the YAML file or name of an ablation"),
             OVERRIDES,
             _argument("--dry-run", action="store_true", help="list the cells and what they cost"),
+            _argument(
+                "--power",
+                action="store_true",
+                help="train nothing; read the cells that have ended, and print how many seeds the "
+                "margin needs",
+            ),
         ),
     ),
     "report": Command(

@@ -78,8 +78,9 @@ def _probability_within(
 def seeds_needed(power_of: Callable[[int], float], power: float) -> int | None:
     """Return the fewest pairs, at least two, with which ``power_of(pairs)`` reaches ``power``.
 
-    ``power_of`` must not fall as the pairs grow, once it is near ``power``.  None: :data:`MAX_SEEDS` are not enough, as for an
-    equivalence test whose true difference is the margin.
+    ``power_of`` must not fall as the pairs grow, once it is near ``power``.  None:
+    :data:`MAX_SEEDS` are not enough, as for an equivalence test whose true difference is the
+    margin.
     """
     high = 2
     while power_of(high) < power:

@@ -38,7 +38,7 @@ def nominal_levels(looks: tuple[int, ...], alpha: float = 0.05) -> tuple[float, 
 
     Args:
         looks: rising numbers of pairs; the last is the most there can be.
-        alpha: two-sided; spent up to a share t of the last look: 4 − 4Φ(z / √t), with Φ(z) = 1 − α/4.
+        alpha: two-sided; up to a share t of the last look 4 − 4Φ(z / √t) is spent, Φ(z) = 1 − α/4.
 
     Raises:
         ValueError: the looks do not rise from two pairs or more.
