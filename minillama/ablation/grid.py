@@ -98,6 +98,17 @@ def _arm_folders(arms: Sequence[str]) -> dict[str, str]:
     return folders
 
 
+_BETWEEN_SETTINGS = re.compile(r"\+(?=[\w.-]+=)")
+"""Separates an arm's name from the value of an axis, and one such value from the next."""
+
+
+def split_name(name: str) -> tuple[str, dict[str, str]]:
+    """Return the name that an :class:`Arm` has in the config, and its value on each axis."""
+    first, *settings = _BETWEEN_SETTINGS.split(name)
+    values = (setting.partition("=") for setting in settings)
+    return first, {axis: value for axis, _, value in values}
+
+
 def arms(config: AblationConfig) -> list[Arm]:
     """Return every arm at every combination of axis values, in the order of the config."""
     leaves = [name.rpartition(".")[2] for name in config.axes]

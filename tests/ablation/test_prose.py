@@ -11,10 +11,10 @@ from minillama.ablation.report.prose import (
     cautions,
     equal_start,
     findings,
-    format_p_value,
     headline,
     join_some,
 )
+from minillama.ablation.report.wording import format_p_value
 from minillama.ablation.results import read_results
 
 BASE = [2.000, 2.010, 1.990, 2.005, 1.995, 2.002, 2.011]
@@ -185,3 +185,38 @@ def test_p_values_and_lists_of_arms_as_text() -> None:
     assert join_some(["a", "b"]) == "a and b"
     assert join_some(["a, 1", "b, 1"]) == "a, 1; and b, 1"
     assert join_some([*"abcdef"]) == "a, b, c, d and 2 more"
+
+
+def test_an_unadjusted_interval_that_excludes_zero_is_not_left_alone(make_ablation: Any) -> None:
+    deltas = [0.030, 0.005, 0.022, 0.040, 0.004, 0.012, 0.001]  # p .02 alone
+    noise = [0.05, -0.06, 0.04, -0.02, 0.03, -0.05, 0.01]
+    losses = {"rms": {1e-3: BASE}, "ln": {1e-3: [b + d for b, d in zip(BASE, deltas, strict=True)]}}
+    alone = sentences(make_ablation(losses, name="alone"))[1]
+    assert "ln ended 0.016 nats per token above rms" in alone
+    for i, arm in enumerate(("a", "b", "c")):
+        shifted = noise[i:] + noise[:i]
+        losses[arm] = {1e-3: [b + d for b, d in zip(BASE, shifted, strict=True)]}
+    beside = sentences(make_ablation(losses, name="beside"))[1]
+    assert "ln and rms cannot be distinguished" in beside
+    assert "This interval alone excludes zero; with 4 comparisons that is not enough" in beside
+
+
+def test_a_difference_of_s_is_adjusted_for_the_arms(make_ablation: Any) -> None:
+    high = [2.4, 2.5, 2.45, 2.55, 2.42]
+    gaps = [0.02, 0.10, 0.06, 0.01, 0.09]  # p .03 alone
+    arms = {"rms": {1e-3: BASE[:5], 3e-3: high}}
+    arms["ln"] = {1e-3: BASE[:5], 3e-3: [h + g for h, g in zip(high, gaps, strict=True)]}
+    alone = sentences(make_ablation(arms, name="alone"))[1]
+    assert "Its difference to the baseline is shown for ln 0.0" in alone
+    for i in range(3):
+        arms[f"arm{i}"] = {1e-3: BASE[:5], 3e-3: high[i:] + high[:i]}
+    beside = sentences(make_ablation(arms, name="beside"))[1]
+    assert "No difference of S is shown between an arm and its baseline" in beside
+
+
+def test_few_seeds_at_the_best_rate_are_cautioned(make_ablation: Any) -> None:
+    arms = {"rms": {1e-3: BASE[:4]}, "ln": {1e-3: [*BASE[:3], "missing"]}}
+    against = sentences(make_ablation(arms))[2]
+    assert "Fewer than 5 seeds at the best learning rate: rms (4) and ln (3);" in against
+    enough = sentences(make_ablation({"rms": {1e-3: BASE[:5]}}, name="enough"))[2]
+    assert "Fewer than 5 seeds" not in enough

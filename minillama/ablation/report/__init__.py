@@ -14,9 +14,10 @@ from pathlib import Path
 import pandas as pd
 
 from minillama.ablation.analysis import ArmResult, analyse_arms, compare_arms
+from minillama.ablation.failures import FAILED
 from minillama.ablation.report.page import render
 from minillama.ablation.report.picture import write_picture
-from minillama.ablation.report.prose import FAILED, headline
+from minillama.ablation.report.prose import headline
 from minillama.ablation.results import COLUMNS, Results, read_results, table_row
 from minillama.files import atomic_file, explain_write_errors, write_atomic
 from minillama.formatting import format_number, pluralize

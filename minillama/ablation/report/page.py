@@ -18,6 +18,7 @@ from minillama.ablation.measures import Basin
 from minillama.ablation.report import prose
 from minillama.ablation.report.curves import SMOOTHED_SHARE
 from minillama.ablation.report.figures import arm_styles, page_data
+from minillama.ablation.report.wording import ALPHA, format_interval, format_p_value
 from minillama.ablation.results import Results, Run, table_row
 from minillama.ablation.statistics import MIN_PAIRS_FOR_SIGN_FLIP
 from minillama.formatting import (
@@ -136,7 +137,7 @@ def _environment() -> Environment:
     )
     environment.filters.update(
         number=format_number,
-        p_value=prose.format_p_value,
+        p_value=format_p_value,
         si=format_si,
         is_finite=math.isfinite,
         rate=lambda lr: f"{lr:g}" if math.isfinite(lr) else MISSING,
@@ -151,8 +152,8 @@ def _environment() -> Environment:
         captions=_CAPTIONS,
         dashes=_DASHES,
         symbols=_SYMBOLS,
-        interval=prose.format_interval,
-        alpha=prose.ALPHA,
+        interval=format_interval,
+        alpha=ALPHA,
         min_pairs=MIN_PAIRS_FOR_SIGN_FLIP,
         nan=math.nan,
     )

@@ -6,12 +6,20 @@ All text here is plain; the page escapes it.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minillama.ablation.analysis import ArmResult, Comparison
+from minillama.ablation.failures import FAILED, compare_failures
+from minillama.ablation.grid import split_name
+from minillama.ablation.interactions import compare_over_axes
 from minillama.ablation.measures import BASIN_DEPTH
+from minillama.ablation.report.inference import (
+    failure_rates,
+    interaction_sentences,
+    only_unadjusted,
+)
+from minillama.ablation.report.wording import ALPHA, format_interval, format_p_value
 from minillama.ablation.results import Results, Run
 from minillama.ablation.statistics import MIN_PAIRS_FOR_SIGN_FLIP
 from minillama.formatting import format_duration, format_number, join_words, pluralize
@@ -22,8 +30,6 @@ from minillama.training.stability import (
     STILL_FALLING_SHARE,
 )
 
-ALPHA = 0.05
-FAILED = ("diverged", "collapsed")
 PROTOCOL_LRS = 6
 PROTOCOL_SEEDS = 3
 PROTOCOL_BEST_SEEDS = 5
@@ -32,21 +38,6 @@ MOST_NAMED = 4
 
 
 # ------------------------------------------------------------------------------------- formatting
-
-
-def format_p_value(p: float) -> str:
-    """Return a p value with its relation, such as ``p = .031``."""
-    if math.isnan(p):
-        return "p unknown"
-    text = "p < .001" if p < 0.001 else f"p = {p:.3f}".replace("0.", ".", 1)
-    return text.replace(" ", "\N{NO-BREAK SPACE}")
-
-
-def format_interval(low: float, high: float, digits: int = 3) -> str:
-    """Return an interval, such as ``−0.012 to 0.034``; a dash where there is none."""
-    if not math.isfinite(low):
-        return format_number(math.nan)
-    return f"{format_number(low, digits)} to {format_number(high, digits)}"
 
 
 def join_some(names: Sequence[str]) -> str:
@@ -61,10 +52,6 @@ def join_some(names: Sequence[str]) -> str:
     return f"{'; '.join(shown[:-1])}; and {shown[-1]}"
 
 
-_BETWEEN_SETTINGS = re.compile(r"\+(?=[\w.-]+=)")
-"""Separates an arm's name from the value of an axis, and one such value from the next."""
-
-
 def short_names(arms: Sequence[str]) -> dict[str, str]:
     """Return a short, unique name for each arm.
 
@@ -72,7 +59,7 @@ def short_names(arms: Sequence[str]) -> dict[str, str]:
     ``n_layers=24``: parts that all arms share are left out, and of a dotted name only the last part
     is kept.  Less is cut where a name would become empty or two would become equal.
     """
-    parts = {arm: _BETWEEN_SETTINGS.split(arm) for arm in arms}
+    parts = {arm: _parts(arm) for arm in arms}
     shared = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
     for left_out in (shared, set[str]()):
         short = {
@@ -82,6 +69,11 @@ def short_names(arms: Sequence[str]) -> dict[str, str]:
         if all(short.values()) and len(set(short.values())) == len(short):
             return short
     return {arm: arm for arm in arms}
+
+
+def _parts(arm: str) -> list[str]:
+    name, settings = split_name(arm)
+    return [name, *(f"{axis}={value}" for axis, value in settings.items())]
 
 
 def _leaf(part: str) -> str:
@@ -134,11 +126,13 @@ def findings(
     """Return one sentence for each finding: the loss of each arm, failures, sensitivity."""
     if not results.is_ablation:
         return []
-    out = [_comparison(c, results.margin) for c in comparisons]
-    return out + [text for text in (_failures(arms), _sensitivity(arms, comparisons)) if text]
+    out = [_comparison(c, results.margin, len(comparisons)) for c in comparisons]
+    out += interaction_sentences(compare_over_axes(arms))
+    failures = (_failures(arms), failure_rates(compare_failures(arms)))
+    return out + [text for text in (*failures, _sensitivity(arms, comparisons)) if text]
 
 
-def _comparison(c: Comparison, margin: float) -> str:
+def _comparison(c: Comparison, margin: float, n_comparisons: int) -> str:
     """Compare an arm with its baseline at their best learning rates."""
     n = len(c.seeds)
     where = (
@@ -172,6 +166,7 @@ def _comparison(c: Comparison, margin: float) -> str:
     return (
         f"{c.arm} and {c.baseline} cannot be distinguished {where}, nor shown equivalent within "
         f"±{margin:g} nats per token ({evidence}); more seeds would narrow the interval."
+        + only_unadjusted(c, n_comparisons)
     )
 
 
@@ -213,11 +208,22 @@ def _sensitivity(arms: Sequence[ArmResult], comparisons: Sequence[Comparison]) -
     paired = [c for c in comparisons if not math.isnan(c.s_t95.low)]
     if not paired:
         return f"{text} These are from one seed, so differences between them are unproven."
-    apart = [c.arm for c in paired if c.s_t95.excludes(0)]
-    rest = [c.arm for c in paired if not c.s_t95.excludes(0)]
-    parts = [f"excludes zero for {join_words(apart)}"] if apart else []
-    parts += [f"includes zero for {join_words(rest)}"] if rest else []
-    return f"{text} The 95% interval of its difference to the baseline {'; it '.join(parts)}."
+    shown = [c for c in paired if c.s_holm < ALPHA]
+    rest = [c.arm for c in paired if not c.s_holm < ALPHA]
+    parts = [
+        f"{c.arm} {format_number(c.s_mean)} (95% interval "
+        f"{format_interval(c.s_t95.low, c.s_t95.high)}, {format_p_value(c.s_holm)})"
+        for c in shown
+    ]
+    if parts:
+        text += f" Its difference to the baseline is shown for {'; '.join(parts)}."
+    if not rest:
+        return text
+    start = "for the others" if shown else "between an arm and its baseline"
+    return (
+        f"{text} No difference of S is shown {start}, adjusted for the number of arms: "
+        f"{join_words(rest)}."
+    )
 
 
 def _sentence(text: str, end: str = ".") -> str:
@@ -248,6 +254,17 @@ def cautions(results: Results, arms: Sequence[ArmResult]) -> list[str]:
             f"{pluralize(len(results.seeds), 'seed')}: a sound comparison needs at least "
             f"{PROTOCOL_SEEDS} everywhere and {PROTOCOL_BEST_SEEDS} at each arm's best rate."
         )
+    else:
+        few = [
+            f"{arm.name} ({len(arm.best_seeds)})"
+            for arm in arms
+            if 0 < len(arm.best_seeds) < PROTOCOL_BEST_SEEDS
+        ]
+        if few:
+            out.append(
+                f"Fewer than {PROTOCOL_BEST_SEEDS} seeds at the best learning rate: "
+                f"{join_some(few)}; a sound comparison needs at least that many there."
+            )
     return out + _unequal_conditions(results)
 
 
