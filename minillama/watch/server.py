@@ -34,6 +34,7 @@ from plotly.offline import get_plotlyjs
 
 from minillama import launch
 from minillama.ablation import report
+from minillama.ablation.report.page import CAPTIONS
 from minillama.errors import ConfigError, MinillamaError
 from minillama.watch.live import LiveFolder, find_folders, index_state
 
@@ -241,6 +242,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.globals.update(
+        titles={name: title for name, (title, _) in CAPTIONS.items()},
         css="\n".join(
             path.read_text(encoding="utf-8") for path in (drawing / "page.css", _HERE / "watch.css")
         ),

@@ -1,5 +1,6 @@
 "use strict";
 // Asks for the state every second, draws what has changed, and goes on asking when the server is away.
+const titles = JSON.parse(document.getElementById("titles").textContent);
 let figuresKey = "";
 let armNames = page.arms.map((arm) => arm.name);
 const byId = (id) => document.getElementById(id);
@@ -101,6 +102,7 @@ function showRunning(state) {
     Plotly.react(card.querySelector(".plot"), traces, layoutOf(figure, look, innerWidth < 640), { displayModeBar: false, responsive: true });
   }
   for (const card of [...byId("running").children]) if (!kept.has(card.id)) card.remove();
+  document.querySelectorAll("#running .plot").forEach((plot) => Plotly.Plots.resize(plot));
 }
 
 function showFailed(state) {
@@ -129,6 +131,7 @@ function showFigures(figures) {
     if (byId(figure.id)) continue;
     const card = element(byId("figures"), "figure");
     card.dataset.figure = figure.id;
+    element(card, "h3", titles[figure.id] || figure.id);
     element(card, "div", undefined, "plot").id = figure.id;
   }
   document.querySelectorAll("[data-figure]").forEach((card) => { card.hidden = !ids.has(card.dataset.figure); });
