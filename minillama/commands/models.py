@@ -22,7 +22,7 @@ from minillama.data.prepare import damaged_files, prepare
 from minillama.data.shards import Tokens
 from minillama.data.sources import read_documents
 from minillama.data.tokenizer_base import Tokenizer
-from minillama.errors import ConfigError, DivergedError, RunFolderError
+from minillama.errors import ConfigError, DataError, DivergedError, RunFolderError
 from minillama.evaluation import evaluate
 from minillama.formatting import finite_json, text_table
 from minillama.model.convert import layernorm_to_rmsnorm
@@ -79,7 +79,7 @@ def evaluate_text(
         tokens: Tokens = prepared.val
         n_bytes, what = prepared.meta.n_val_bytes, "the validation split"
     else:
-        documents = list(read_documents(FilesSource(kind="files", files=[text])))
+        documents = _documents_of(text, config)
         tokens = _encoded(documents, tokenizer)
         n_bytes = sum(len(document.encode()) for document in documents)
         what = text
@@ -97,6 +97,20 @@ def evaluate_text(
         f"{result['bits_per_byte']:.4f} bits per byte "
         f"({result['n_tokens']} tokens, {n_bytes} bytes)"
     )
+
+
+def _documents_of(text: str, config: RunConfig) -> list[str]:
+    """Return the documents of the file or files that ``--text`` names, each as a whole.
+
+    Raises:
+        DataError: they cannot be read, or hold no text.
+    """
+    column = getattr(config.data.source, "text_field", "text")
+    try:
+        return list(read_documents(FilesSource(kind="files", files=[text], text_field=column)))
+    except DataError as error:
+        message = str(error).replace("data.source.files", "--text")
+        raise type(error)(message) from error
 
 
 def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> NDArray[np.uint32]:

@@ -527,3 +527,22 @@ def test_an_empty_config_of_a_run_is_damage_and_not_a_run_of_defaults(tmp_path):
     with pytest.raises(ConfigError, match="is damaged: it is empty"):
         load_config(tmp_path)
     assert load_config(tmp_path / "config.yaml").model.dim == 128
+
+
+def test_the_format_of_files_follows_their_names(tmp_path):
+    source = "data.source={{kind: files, files: {}}}"
+    for names, kind in (
+        ("[a.txt, b.md]", "text"),
+        ("x.jsonl", "json"),
+        ("['https://x.org/a.csv.gz?download=true']", "csv"),
+        ("'data/*.parquet'", "parquet"),
+    ):
+        assert load_config("tiny", [source.format(names)]).data.source.format == kind
+    with pytest.raises(ConfigError, match=r"several formats: a.txt \(text\) and b.csv \(csv\)"):
+        load_config("tiny", [source.format("[a.txt, b.csv]")])
+    given = load_config("tiny", [source.format("[a.txt, b.csv], format: text")])
+    assert given.data.source.format == "text"
+    # In a config that was resolved before, the format follows an override of the files.
+    (tmp_path / "config.yaml").write_text(to_yaml(given), encoding="utf-8")
+    other = load_config(tmp_path / "config.yaml", ["data.source.files=[x.csv]"])
+    assert other.data.source.format == "csv"

@@ -11,6 +11,7 @@ from minillama.errors import ConfigError
 from minillama.model.kernels import attend, linear_cross_entropy
 from minillama.model.norms import norm_parameter_names, register_norm
 from minillama.model.transformer import Transformer, initialise
+from minillama.sampling import generate
 
 VOCAB, LENGTH = 23, 9
 
@@ -463,3 +464,30 @@ def test_sizes_that_do_not_fit_attention_are_refused():
     for k in (q[:, :2], q[..., :6], q[0]):
         with pytest.raises(ValueError, match="must be q"):
             attend(q, k, k)
+
+
+def test_a_model_on_the_meta_device_gives_shapes_and_generates_nothing():
+    config = ModelConfig(vocab_size=20, dim=16, n_layers=1, n_heads=2, max_seq_len=8)
+    with torch.device("meta"):
+        model, tokens = Transformer(config), torch.zeros(2, 4, dtype=torch.long)
+    assert model(tokens).shape == (2, 4, 20)
+    assert model.loss(tokens, tokens).shape == ()
+    with pytest.raises(ConfigError, match="meta device, without weights"):
+        generate(model, [1], 3)
+
+
+def test_targets_of_32_bits_count_as_those_of_64():
+    config = ModelConfig(vocab_size=20, dim=16, n_layers=1, n_heads=2, max_seq_len=8)
+    model, tokens = Transformer(config), torch.arange(8).reshape(2, 4)
+    narrow = tokens.int()
+    assert torch.equal(model.loss(narrow, narrow), model.loss(tokens, tokens))
+
+
+def test_an_exported_model_takes_other_sizes():
+    config = ModelConfig(vocab_size=20, dim=16, n_layers=1, n_heads=2, max_seq_len=8)
+    model, auto = Transformer(config), torch.export.Dim.AUTO
+    exported = torch.export.export(
+        model, (torch.zeros(2, 4, dtype=torch.long),), dynamic_shapes=({0: auto, 1: auto},)
+    )
+    tokens = torch.arange(18).reshape(3, 6)
+    torch.testing.assert_close(exported.module()(tokens), model(tokens))
