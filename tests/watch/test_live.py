@@ -27,7 +27,7 @@ def test_a_growing_file_is_read_on_from_where_it_ended(tmp_path: Path) -> None:
     assert tail.reader.curves().steps.tolist() == [1, 2, 3, 4]
     replaced = tmp_path / "new"  # as a resume does, which cuts the lines after its checkpoint
     replaced.write_bytes(_line(1, 5.0))
-    os.replace(replaced, path)
+    replaced.replace(path)
     tail.read()
     assert tail.reader.curves().loss.tolist() == [5.0]
 
