@@ -119,6 +119,7 @@ class Sampler:
             if self.top_p > 1:
                 raise ConfigError(f"top_p = {top_p}: {rule}")
         seed = None if seed is None else whole_number("seed", seed)
+        rows = whole_number("rows", rows, 0)
         self._generators = [torch.Generator() for _ in range(rows)]
         for row, generator in enumerate(self._generators):
             if seed is None:

@@ -1,7 +1,9 @@
 """The command line as a process: encodings, closed and full outputs, help, exit statuses."""
 
+import ast
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import minillama
 from minillama.cli import COMMANDS, main
 from minillama.formatting import finite_json
 
@@ -201,6 +204,27 @@ def test_a_plugin_that_exits_is_no_success(tmp_path, capsys):
     assert main(["train", "tiny", *SMALL, f"out_dir={out}", f"plugins=[{plugin}]", "-q"]) != 0
     assert "exit" in capsys.readouterr().err
     assert not out.exists()
+
+
+OTHER_PROGRAMS = {"--nproc-per-node", "--version", "--head"}  # torchrun, a compiler, ray
+
+
+def test_every_option_that_a_message_names_is_one_of_a_command():
+    ours = {
+        name
+        for command in COMMANDS.values()
+        for argument in command.arguments
+        for name in argument.names
+    }
+    named = {
+        option
+        for file in Path(minillama.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", node.value)
+    }
+    assert "--resume-from" in named
+    assert named <= ours | {"--help", "--quiet"} | OTHER_PROGRAMS
 
 
 def test_an_unknown_argument_is_named_with_the_usage_of_its_command(capsys):

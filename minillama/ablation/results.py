@@ -39,7 +39,13 @@ COLUMNS = (
     *("training_seconds", "validation_seconds", "starting_seconds"),
     *("distance_to_collapse", "still_falling"),
 )
-"""The columns of ``cells.csv``."""
+"""The columns of ``cells.csv``.
+
+A value that is not known is empty.  ``grad_norm_max`` and ``grad_norm_p99`` are ``inf`` where a
+gradient was not finite, which readers of CSV take for the number.
+"""
+
+_TEXTS = ("arm", "fate", "run_dir", "config_hash", "weights_hash", "data_hash", "error")
 
 ENDED = ("ok", "undertrained", "collapsed", "diverged")
 """Fates of a run that ended by itself; ``crashed`` and ``unfinished`` ones did not."""
@@ -167,8 +173,12 @@ def read_results(folder: str | Path, read: RunReader | None = None) -> Results:
     if (folder / "config.yaml").is_file():
         config = read_yaml(folder / "config.yaml")
         name = str(config.get("name", folder.name))
-        lr = float(config.get("optim", {}).get("lr", math.nan))
-        run = read(folder, name, lr, int(config.get("train", {}).get("seed", 0)))
+        try:
+            lr = float(config.get("optim", {}).get("lr", math.nan))
+            seed = int(config.get("train", {}).get("seed", 0))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise RunFolderError(f"{folder / 'config.yaml'} is damaged: {error}") from None
+        run = read(folder, name, lr, seed)
         return Results(
             name, folder, (name,), {name: name}, (lr,), (run.seed,), 0.02, (run,), is_ablation=False
         )
@@ -182,11 +192,7 @@ def _read_ablation(folder: Path, read: RunReader) -> Results:
     config = load_ablation(folder / "ablation.yaml")
     arms = arms_of(config)
     names = tuple(arm.name for arm in arms)
-    errors = {
-        (row["arm"], float(row["lr"]), int(row["seed"])): row.get("error") or ""
-        for row in _rows(folder / "cells.csv")
-        if row.get("fate") == "crashed"
-    }
+    errors = _crashes(folder / "cells.csv")
     runs, missing = [], []
     for (arm, lr, seed), cell in cell_folders(names, config.lr, config.seeds).items():
         error = errors.get((arm, lr, seed))
@@ -233,13 +239,27 @@ def read_run(
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         except ValueError as error:
             raise RunFolderError(f"{folder / 'summary.json'} is damaged: {error}") from None
+        _check_summary(summary, folder / "summary.json")
     if summary.get("finished"):
         fate = str(summary.get("fate", "ok"))
     else:
         fate = "unfinished" if crash is None else "crashed"
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
+    for section in ("model", "data", "optim", "train"):
+        if not isinstance(config.get(section, {}), Mapping):
+            raise RunFolderError(f"{folder / 'config.yaml'} is damaged: {section} has no fields")
     curves = read_curves(folder / "metrics.jsonl") if curves is None else curves
     return Run(arm, lr, seed, folder, fate, summary, config, curves, crash or "")
+
+
+def _check_summary(summary: Any, path: Path) -> None:
+    """Refuse a summary.json in which a program other than ours has left something else."""
+    if not isinstance(summary, dict):
+        raise RunFolderError(f"{path} is damaged: it holds no object")
+    for key in COLUMNS:
+        if key in _TEXTS or not isinstance(value := summary.get(key), str | list | dict):
+            continue
+        raise RunFolderError(f"{path} is damaged: {key} is {value!r:.40}, not a number")
 
 
 class CurveReader:
@@ -321,18 +341,41 @@ def read_sessions(folder: Path) -> tuple[Session, ...]:
     if not path.is_file():
         return ()
     try:
-        return tuple(Session(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return tuple(
+            Session(
+                float(entry["seconds"]),
+                float(entry["preparing_seconds"]),
+                int(entry["workers"]),
+                int(entry["threads"]),
+            )
+            for entry in entries
+        )
+    except (KeyError, TypeError, ValueError) as error:
         raise RunFolderError(
             f"{path} is damaged: {error}; delete it, then the report leaves out the times"
         ) from None
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def _crashes(path: Path) -> dict[tuple[str, float, int], str]:
+    """Return the errors of the cells that crashed, by arm, learning rate and seed.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
     if not path.is_file():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        return {}
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return {
+                (row["arm"], float(row["lr"]), int(row["seed"])): row.get("error") or ""
+                for row in csv.DictReader(file)
+                if row.get("fate") == "crashed"
+            }
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise RunFolderError(
+            f"{path} is damaged: {error}; delete it, then `minillama ablate` writes it again"
+        ) from None
 
 
 def _number(value: Any) -> float:

@@ -274,8 +274,9 @@ class TrainConfig(Section):
     recompute: bool = Field(
         False,
         description="activation checkpointing: keep only each block's input and run it again in "
-        "the backward pass, and on a CPU return freed memory to the system; less memory, a "
-        "quarter to a third more time",
+        "the backward pass: about half the memory for a quarter to a third more time, on a CPU for "
+        "about half more, since it also returns what is freed to the system "
+        "(MALLOC_MMAP_THRESHOLD_ in the environment overrides that)",
         json_schema_extra=RESUMABLE,
     )
     parallel: Literal["none", "ddp", "fsdp"] = Field(

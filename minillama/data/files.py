@@ -320,6 +320,11 @@ def _piece(path: Path, offset: int, data: bytes, *, ends: bool) -> Piece:
     except UnicodeDecodeError as error:
         found = offset + error.start
         looks = [kind for sign, kind in _NOT_TEXT.items() if not offset and data.startswith(sign)]
+        if is_compressed(path) and looks:
+            raise DataError(
+                f"{path} holds no UTF-8 text; what is in it looks like {looks[0].split(',')[0]}: "
+                "was it compressed twice?"
+            ) from None
         raise DataError(
             f"{path} is not UTF-8 at byte {found}; it looks like {looks[0]}"
             if looks and looks[0] != "UTF-16"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from minillama.arguments import check_type, whole_number
+from minillama.arguments import check_flag, check_type, whole_number
 from minillama.config import ModelConfig
 from minillama.config.placement import PLACEMENTS
 from minillama.errors import ConfigError
@@ -51,6 +51,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0, *, qkv_norm: bool = False) -> None:
         super().__init__()
         check_type("config", config, ModelConfig)
+        check_flag("qkv_norm", qkv_norm)
         self.layer = whole_number("layer", layer, 0)
         self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.head_dim
@@ -123,7 +124,13 @@ class Attention(nn.Module):
         """Attend, with a ``cache`` also to the positions in it.
 
         ``mask`` is True where a key may be seen; None is causal (T = S), or a single query.
+
+        Raises:
+            ValueError: ``x`` is not (B, T, D), or the rotation is not that of T positions.
         """
+        check_type("x", x_BTD, Tensor)
+        if x_BTD.ndim != 3:
+            raise ValueError(f"x of shape {tuple(x_BTD.shape)}: must be (batch, positions, dim)")
         is_plain = self.qk_scale is None
         if cache is None and mask is None and is_plain:
             heads = self.heads(x_BTD)

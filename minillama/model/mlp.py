@@ -39,7 +39,12 @@ class MLP(nn.Module):
             self.up_scale = LearnedScale(config.ffn_dim, start=1.0, stored=1.0)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Map each position on its own; (B, T, D) to (B, T, D)."""
+        """Map each position on its own; (B, T, D) to (B, T, D).
+
+        Raises:
+            ValueError: the width is not D.
+        """
+        check_type("x", x_BTD, Tensor)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         if are_plain(gate, up, down):
             scaled_gate = scale_rows(gate.weight, self.gate_scale)

@@ -167,7 +167,7 @@ class Transformer(nn.Module):
 
         Raises:
             ValueError: ``tokens`` are not whole numbers of shape (B, T), they are more than
-                ``max_seq_len`` positions, or the cache has no room for them.
+                ``max_seq_len`` positions, or the cache has no room for them or for the blocks.
             IndexError: an id is not in the vocabulary (as torch checks it: on a CPU).
         """
         return self.head(self.hidden(tokens_BT, cache))
@@ -182,6 +182,8 @@ class Transformer(nn.Module):
                 f"{n_before + n_tokens} positions are more than "
                 f"max_seq_len = {self.config.max_seq_len}; give fewer tokens"
             )
+        if cache is not None:
+            self._check_layers(cache)
         if cache is None:
             positions, mask = torch.arange(n_tokens, device=tokens_BT.device), None
         else:
@@ -199,6 +201,17 @@ class Transformer(nn.Module):
             cache.advance(n_tokens)
         y_BTD: Tensor = self.final_norm(x_BTD)
         return y_BTD
+
+    def _check_layers(self, cache: KVCache) -> None:
+        """Refuse blocks that were shared, copied or added so that two have one place in a cache."""
+        attentions = [getattr(block, "attention", None) for block in self.blocks]
+        layers = [a.layer for a in attentions if isinstance(a, Attention)]
+        n_places = len(cache.k_LBGSK)
+        if len(set(layers)) < len(layers) or max(layers, default=0) >= n_places:
+            raise ValueError(
+                f"the blocks have attention.layer = {layers}, by which the cache keeps their keys "
+                f"and values: they must differ, and be below config.n_layers = {n_places}"
+            )
 
     def _embedded(self, tokens_BT: Tensor) -> Tensor:
         try:
@@ -249,6 +262,7 @@ class Transformer(nn.Module):
             IndexError: an id or a target is not in the vocabulary.
         """
         _check_tokens(tokens_BT)
+        check_type("targets", targets_BT, Tensor)
         if targets_BT.shape != tokens_BT.shape or targets_BT.dtype not in _ID_DTYPES:
             raise ValueError(
                 f"targets of {targets_BT.dtype} and shape {tuple(targets_BT.shape)}: must have "

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -285,9 +286,10 @@ def _suggest_sound_one(damaged: Path) -> str:
                 _read(folder, for_resume=True)
             except MinillamaError:
                 continue
-            return (
-                f"; the newest sound checkpoint beside it is {folder}, which a run resumes from "
-                f"with --resume-from {folder}"
+            run = folder.parent.parent
+            resume = shlex.join(("minillama", "train", str(run), "--resume-from", str(folder)))
+            return f"; the newest sound checkpoint beside it is {folder}" + (
+                f"; continue from it: {resume}" if (run / "config.yaml").is_file() else ""
             )
     return "; there is no other beside it"
 

@@ -133,7 +133,8 @@ class RunFolder:
             newest = self.newest()
             safe = f"{newest} is complete" if newest else "no checkpoint was written before"
             raise RunFolderError(
-                f"{error}; {safe}; {_remedy(error.__cause__)}, then use --resume"
+                f"{error}; {safe}; {_remedy(error.__cause__)}, then run "
+                "the same command again (`minillama train` with --resume)"
             ) from error
 
     def restarted(self) -> bool:
@@ -336,8 +337,8 @@ def check_content(state: Mapping[str, Any], now: Mapping[str, Any], where: Path)
         if state[name] != now[name]:
             raise ConfigError(
                 f"{where} cannot be resumed: {what} that the run began with; restore it "
-                "(or the version of minillama that the run began with), or start again with "
-                "--overwrite"
+                "(or the version of minillama that the run began with), or start again: "
+                f"delete {where}, or use `minillama train` with --overwrite"
             )
 
 

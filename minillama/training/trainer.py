@@ -296,8 +296,8 @@ class Trainer:
             while progress.step < config.train.steps:
                 with self.clock.step(self.folder.path / TRACE):
                     line = self._train_step()
-                bar.update(_status(line, progress.val_loss))
                 self._validate_and_save(stop)
+                bar.update(_status(line, progress.val_loss))  # the validation is of this step
         self.clock.close(self.folder.path / TRACE)
         if ranks.is_main and (times := self.clock.report()):
             _log.info("%s: %s", config.name, times)

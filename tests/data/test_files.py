@@ -355,3 +355,9 @@ def test_a_table_that_is_read_as_plain_text_is_warned_of_once(tmp_path, caplog):
     for _ in range(2):
         assert list(read_documents(source)) == ['{"text": "a"}\n']
     assert caplog.text.count("is read as plain text with all its markup") == 1
+
+
+def test_text_that_was_compressed_twice_is_recognised(tmp_path):
+    (tmp_path / "t.txt.gz").write_bytes(gzip.compress(gzip.compress(b"text")))
+    with pytest.raises(DataError, match="looks like gzip: was it compressed twice"):
+        list(read_documents(files(tmp_path / "t.txt.gz")))

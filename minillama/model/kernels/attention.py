@@ -25,7 +25,7 @@ from minillama.model.kernels.frame import (
     needs_gradient,
     threads_for,
 )
-from minillama.model.kernels.torch_private import in_forward_mode
+from minillama.model.kernels.torch_private import is_transformed
 from minillama.model.rope import Rotation, rotate
 
 
@@ -68,9 +68,9 @@ def attend(
     group = n_heads // n_kv_heads
     if group > 1:
         k_BGSK, v_BGSK = (y.repeat_interleave(group, dim=1) for y in (k_BGSK, v_BGSK))
-    # Of torch's kernels only this one has a derivative in forward mode (torch.func.jvp).
-    only = sdpa_kernel(SDPBackend.MATH) if in_forward_mode() else nullcontext()
-    with only:
+    # torch.func may ask for a derivative in forward mode, or a second one, and of torch's kernels
+    # only this one has them.
+    with sdpa_kernel(SDPBackend.MATH) if is_transformed() else nullcontext():
         return F.scaled_dot_product_attention(
             q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=is_causal
         )
