@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from minillama.config.ablation import load_ablation
 from minillama.config.loading import read_yaml
 from minillama.errors import ConfigError, RunFolderError
 from minillama.training.metrics import read_metrics
+from minillama.training.stability import distance_to_collapse
 
 Floats = NDArray[np.float64]
 
@@ -36,10 +37,17 @@ COLUMNS = (
     *("grad_norm_max", "grad_norm_p99", "clipped_share", "threads", "config_hash"),
     *("weights_hash", "data_hash", "error"),
     *("training_seconds", "validation_seconds", "starting_seconds"),
+    *("distance_to_collapse", "still_falling"),
 )
-"""The columns of ``cells.csv``."""
+"""The columns of ``cells.csv``.
 
-ENDED = ("ok", "collapsed", "diverged")
+A value that is not known is empty.  ``grad_norm_max`` and ``grad_norm_p99`` are ``inf`` where a
+gradient was not finite, which readers of CSV take for the number.
+"""
+
+_TEXTS = ("arm", "fate", "run_dir", "config_hash", "weights_hash", "data_hash", "error")
+
+ENDED = ("ok", "undertrained", "collapsed", "diverged")
 """Fates of a run that ended by itself; ``crashed`` and ``unfinished`` ones did not."""
 
 SESSIONS_FILE = "sessions.json"
@@ -85,9 +93,19 @@ class Run:
         return math.isfinite(self.figure(key))
 
     @property
+    def distance_to_collapse(self) -> float:
+        """How far its loss lies above the line for "collapsed", in nats per token.
+
+        NaN without a loss.
+        """
+        return distance_to_collapse(self.figure("val_loss"), self.figure("unigram_entropy"))
+
+    @property
     def has_loss(self) -> bool:
         """Whether it ended with a loss worth drawing; that of a diverged run is far too large."""
-        return self.fate in ("ok", "collapsed") and math.isfinite(self.figure("val_loss"))
+        return self.fate in ("ok", "undertrained", "collapsed") and math.isfinite(
+            self.figure("val_loss")
+        )
 
     @property
     def ended(self) -> bool:
@@ -129,21 +147,38 @@ class Results:
         return [run for run in self.runs if run.arm == arm]
 
 
-def read_results(folder: str | Path) -> Results:
+class RunReader(Protocol):
+    """Reads a run's folder: :func:`read_run`, or one that remembers what it has read."""
+
+    def __call__(
+        self, folder: Path, arm: str, lr: float, seed: int, crash: str | None = None
+    ) -> Run:
+        """Return the run; ``crash`` is the error of one that crashed."""
+
+
+def read_results(folder: str | Path, read: RunReader | None = None) -> Results:
     """Read an ablation's folder, or a single run's, finished or not.
+
+    Args:
+        folder: of the ablation or the run.
+        read: reads each run; default: :func:`read_run`.
 
     Raises:
         ConfigError: the folder holds neither.
         RunFolderError: one of its files is damaged.
     """
-    folder = Path(folder)
+    folder, read = Path(folder), read or read_run
     if (folder / "ablation.yaml").is_file():
-        return _read_ablation(folder)
+        return _read_ablation(folder, read)
     if (folder / "config.yaml").is_file():
         config = read_yaml(folder / "config.yaml")
         name = str(config.get("name", folder.name))
-        lr = float(config.get("optim", {}).get("lr", math.nan))
-        run = read_run(folder, name, lr, int(config.get("train", {}).get("seed", 0)))
+        try:
+            lr = float(config.get("optim", {}).get("lr", math.nan))
+            seed = int(config.get("train", {}).get("seed", 0))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise RunFolderError(f"{folder / 'config.yaml'} is damaged: {error}") from None
+        run = read(folder, name, lr, seed)
         return Results(
             name, folder, (name,), {name: name}, (lr,), (run.seed,), 0.02, (run,), is_ablation=False
         )
@@ -153,20 +188,16 @@ def read_results(folder: str | Path) -> Results:
     )
 
 
-def _read_ablation(folder: Path) -> Results:
+def _read_ablation(folder: Path, read: RunReader) -> Results:
     config = load_ablation(folder / "ablation.yaml")
     arms = arms_of(config)
     names = tuple(arm.name for arm in arms)
-    errors = {
-        (row["arm"], float(row["lr"]), int(row["seed"])): row.get("error") or ""
-        for row in _rows(folder / "cells.csv")
-        if row.get("fate") == "crashed"
-    }
+    errors = _crashes(folder / "cells.csv")
     runs, missing = [], []
     for (arm, lr, seed), cell in cell_folders(names, config.lr, config.seeds).items():
         error = errors.get((arm, lr, seed))
         if (folder / cell / "config.yaml").is_file() or error is not None:
-            runs.append(read_run(folder / cell, arm, lr, seed, crash=error))
+            runs.append(read(folder / cell, arm, lr, seed, crash=error))
         else:
             missing.append((arm, lr, seed))
     return Results(
@@ -183,8 +214,21 @@ def _read_ablation(folder: Path) -> Results:
     )
 
 
-def read_run(folder: Path, arm: str, lr: float, seed: int, crash: str | None = None) -> Run:
-    """Read one run's folder; ``crash`` is the error of a run that crashed.
+def read_run(
+    folder: Path,
+    arm: str,
+    lr: float,
+    seed: int,
+    crash: str | None = None,
+    curves: Curves | None = None,
+) -> Run:
+    """Read one run's folder.
+
+    Args:
+        folder: of the run.
+        arm, lr, seed: its place in the grid.
+        crash: the error, if it crashed.
+        curves: those of its metrics.jsonl; None: read them.
 
     Raises:
         RunFolderError: its summary is damaged.
@@ -195,39 +239,69 @@ def read_run(folder: Path, arm: str, lr: float, seed: int, crash: str | None = N
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         except ValueError as error:
             raise RunFolderError(f"{folder / 'summary.json'} is damaged: {error}") from None
+        _check_summary(summary, folder / "summary.json")
     if summary.get("finished"):
         fate = str(summary.get("fate", "ok"))
     else:
         fate = "unfinished" if crash is None else "crashed"
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
-    curves = read_curves(folder / "metrics.jsonl")
+    for section in ("model", "data", "optim", "train"):
+        if not isinstance(config.get(section, {}), Mapping):
+            raise RunFolderError(f"{folder / 'config.yaml'} is damaged: {section} has no fields")
+    curves = read_curves(folder / "metrics.jsonl") if curves is None else curves
     return Run(arm, lr, seed, folder, fate, summary, config, curves, crash or "")
 
 
-def read_curves(path: Path) -> Curves:
-    """Read ``metrics.jsonl`` if it exists; of several lines for a step, the last one counts."""
-    train: dict[int, Mapping[str, Any]] = {}
-    val: dict[int, float] = {}
-    probes: dict[int, Mapping[str, Any]] = {}
-    for line in read_metrics(path) if path.is_file() else []:
+def _check_summary(summary: Any, path: Path) -> None:
+    """Refuse a summary.json in which a program other than ours has left something else."""
+    if not isinstance(summary, dict):
+        raise RunFolderError(f"{path} is damaged: it holds no object")
+    for key in COLUMNS:
+        if key in _TEXTS or not isinstance(value := summary.get(key), str | list | dict):
+            continue
+        raise RunFolderError(f"{path} is damaged: {key} is {value!r:.40}, not a number")
+
+
+class CurveReader:
+    """Collects the lines of a ``metrics.jsonl``; of several lines for a step, the last counts."""
+
+    def __init__(self) -> None:
+        self._train: dict[int, Mapping[str, Any]] = {}
+        self._val: dict[int, float] = {}
+        self._probes: dict[int, Mapping[str, Any]] = {}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add one line."""
         step = int(line["step"])
         if "loss" in line:
-            train[step] = line
+            self._train[step] = line
         if "val_loss" in line:
-            val[step] = _number(line["val_loss"])
+            self._val[step] = _number(line["val_loss"])
         if "probe" in line:
-            probes[step] = line["probe"]
-    steps = sorted(train)
-    return Curves(
-        steps=np.array(steps, dtype=np.float64),
-        loss=np.array([_number(train[s]["loss"]) for s in steps], dtype=np.float64),
-        grad_norm=np.array([_number(train[s].get("grad_norm")) for s in steps], dtype=np.float64),
-        clipped=np.array([bool(train[s].get("clipped")) for s in steps], dtype=np.bool_),
-        skipped=np.array(["skipped" in train[s] for s in steps], dtype=np.bool_),
-        val_steps=np.array(sorted(val), dtype=np.float64),
-        val_loss=np.array([val[s] for s in sorted(val)], dtype=np.float64),
-        probes=tuple((s, probes[s]) for s in sorted(probes)),
-    )
+            self._probes[step] = line["probe"]
+
+    def curves(self) -> Curves:
+        """Return the curves so far."""
+        train, steps, val_steps = self._train, sorted(self._train), sorted(self._val)
+        norms = [_number(train[s].get("grad_norm")) for s in steps]
+        return Curves(
+            steps=np.array(steps, dtype=np.float64),
+            loss=np.array([_number(train[s]["loss"]) for s in steps], dtype=np.float64),
+            grad_norm=np.array(norms, dtype=np.float64),
+            clipped=np.array([bool(train[s].get("clipped")) for s in steps], dtype=np.bool_),
+            skipped=np.array(["skipped" in train[s] for s in steps], dtype=np.bool_),
+            val_steps=np.array(val_steps, dtype=np.float64),
+            val_loss=np.array([self._val[s] for s in val_steps], dtype=np.float64),
+            probes=tuple((s, self._probes[s]) for s in sorted(self._probes)),
+        )
+
+
+def read_curves(path: Path) -> Curves:
+    """Read ``metrics.jsonl`` if it exists."""
+    reader = CurveReader()
+    for line in read_metrics(path) if path.is_file() else []:
+        reader.add(line)
+    return reader.curves()
 
 
 def table_row(run: Run, root: Path) -> dict[str, Any]:
@@ -251,6 +325,7 @@ def table_row(run: Run, root: Path) -> dict[str, Any]:
         "grad_norm_p99": gradients.p99,
         "clipped_share": gradients.clipped_share,
         "error": run.error or None,
+        "distance_to_collapse": run.distance_to_collapse,
     }
     row = {column: known.get(column, run.summary.get(column)) for column in COLUMNS}
     return {key: None if value != value else value for key, value in row.items()}
@@ -266,18 +341,41 @@ def read_sessions(folder: Path) -> tuple[Session, ...]:
     if not path.is_file():
         return ()
     try:
-        return tuple(Session(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return tuple(
+            Session(
+                float(entry["seconds"]),
+                float(entry["preparing_seconds"]),
+                int(entry["workers"]),
+                int(entry["threads"]),
+            )
+            for entry in entries
+        )
+    except (KeyError, TypeError, ValueError) as error:
         raise RunFolderError(
             f"{path} is damaged: {error}; delete it, then the report leaves out the times"
         ) from None
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def _crashes(path: Path) -> dict[tuple[str, float, int], str]:
+    """Return the errors of the cells that crashed, by arm, learning rate and seed.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
     if not path.is_file():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        return {}
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return {
+                (row["arm"], float(row["lr"]), int(row["seed"])): row.get("error") or ""
+                for row in csv.DictReader(file)
+                if row.get("fate") == "crashed"
+            }
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise RunFolderError(
+            f"{path} is damaged: {error}; delete it, then `minillama ablate` writes it again"
+        ) from None
 
 
 def _number(value: Any) -> float:

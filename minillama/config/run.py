@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     Field,
@@ -58,6 +59,7 @@ from minillama.config.model import ModelConfig
 from minillama.config.norms import NormConfig
 from minillama.config.shipped import find_config
 from minillama.errors import ConfigError, FieldError
+from minillama.formatting import join_words
 from minillama.plugins import load_plugins
 
 BYTE_VOCAB_SIZE = 259  # unk, bos, eos and the 256 bytes
@@ -122,13 +124,39 @@ class PydocsSource(Section):
     kind: Literal["pydocs"]
 
 
+_TABLE_ENDINGS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
+_COMPRESSED_ENDINGS = {".gz", ".bz2", ".xz", ".zst"}
+
+
+def format_by_ending(name: str) -> str:
+    """Return the format that the ending of a file's name or URL stands for, else ``text``."""
+    path = PurePosixPath(urlsplit(name).path if "://" in name else name)
+    if path.suffix.lower() in _COMPRESSED_ENDINGS:
+        path = path.with_suffix("")
+    return _TABLE_ENDINGS.get(path.suffix.lower(), "text")
+
+
+def _format_of_files(source: dict[str, Any]) -> str:
+    formats = set(map(format_by_ending, source["files"]))
+    return formats.pop() if len(formats) == 1 else "text"
+
+
 class FilesSource(Section):
     """The user's own files, or URLs of files."""
 
     kind: Literal["files"]
     files: Annotated[list[PathText], Field(min_length=1)]
-    format: Literal["text", "json", "csv", "parquet"] = Field(
-        "text", description="text: each file is one document; else each row is one"
+    format: Literal["text", "json", "csv", "parquet"] = derived(
+        _format_of_files,
+        "text: each file is one document; else each row is one; default: by the names' endings "
+        "(.json, .jsonl, .ndjson, .csv, .tsv, .parquet, also compressed), else text",
     )
     text_field: str = Field("text", description="the column that holds the text (not for text)")
 
@@ -136,6 +164,15 @@ class FilesSource(Section):
     @classmethod
     def _one_is_a_list(cls, files: Any) -> Any:
         return [files] if isinstance(files, str) else files
+
+    @model_validator(mode="after")
+    def _check(self) -> FilesSource:
+        formats = {format_by_ending(name): name for name in self.files}
+        if len(formats) > 1 and "format" not in self.model_fields_set:
+            found = join_words(f"{name} ({kind})" for kind, name in formats.items())
+            rule = f"by their names these are files of several formats: {found}; set format"
+            refuse([FieldError("files", self.files, rule)])
+        return self
 
 
 class HubSource(Section):
@@ -389,7 +426,10 @@ class RunConfig(Section):
             rule = f"is above model.max_seq_len = {self.model.max_seq_len}; lower it or raise that"
             errors.append(FieldError("data.seq_len", self.data.seq_len, rule, "model.max_seq_len"))
         if self.optim.warmup_steps > self.train.steps:
-            rule = f"the warm-up is longer than the run, train.steps = {self.train.steps}"
+            rule = (
+                f"the warm-up is longer than the run, train.steps = {self.train.steps}; set "
+                f"optim.warmup_steps={self.train.steps // 10} too, or raise that"
+            )
             errors.append(
                 FieldError("optim.warmup_steps", self.optim.warmup_steps, rule, "train.steps")
             )
@@ -490,6 +530,8 @@ def without_derived(raw: Mapping[str, Any]) -> dict[str, Any]:
         for section, model in _WITH_DERIVED.items()
         for name, formula in model.derived_fields().items()
     }
+    if not isinstance(get_path(raw, "data.source.files"), list):
+        del formulas["data.source.format"]  # another kind of source
     if any(get_path(raw, path) is None for path in formulas):
         return rest
     for path, formula in formulas.items():
@@ -502,6 +544,7 @@ def without_derived(raw: Mapping[str, Any]) -> dict[str, Any]:
 _WITH_DERIVED: dict[str, type[Section]] = {
     "": RunConfig,
     "tokenizer": TokenizerConfig,
+    "data.source": FilesSource,
     "model": ModelConfig,
     "train": TrainConfig,
 }

@@ -5,12 +5,14 @@
                           1 where all features are equally large, D where one has everything
     attention_logit_max   largest |q·k| / √K that the causal mask lets through
     attention_entropy     −Σ p log p in nats, mean over heads and positions
+    saturation            share of the features that the block's DyT and Derf norms squash nearly
+                          flat, |α·x| > 2 (Verma 2026, 2604.23434); only where there are such norms
     grad_rms              √mean g² over the block's parameters, before clipping
     update_ratio          ‖Δθ‖ / ‖θ‖ over the block's parameters, decay included
     output: log_z_sq      mean (log Z)² of the softmax over the vocabulary
 
-The first four and the last are read by hooks in a separate forward pass, over a few windows and
-without gradients.  The training pass is not touched, so it keeps every bit, compiled or not.
+All but grad_rms and update_ratio are read by hooks in a separate forward pass, over a few windows
+and without gradients.  The training pass is not touched, so it keeps every bit, compiled or not.
 
 Shapes: B windows, T positions, R some of them, D width, H query heads, G key heads, K features.
 """
@@ -25,11 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from minillama.model.attention import Attention
+from minillama.model.norms import Derf, DyT
 from minillama.model.transformer import Transformer
 from minillama.training.optim import total_norm
 
 WINDOWS = 2
 """The extra forward pass reads this many windows of the batch."""
+
+SATURATED = 2.0
+"""|α·x| from which a tanh counts as saturated: there it is above 0.96, and its slope below 0.07."""
 
 _LOGITS_AT_ONCE = 1 << 22  # bounds the memory that attention's logits take
 
@@ -83,6 +89,10 @@ def _activations(model: Transformer, tokens_BT: Tensor) -> dict[str, dict[str, T
         assert isinstance(attention, Attention)
         handles.append(attention.register_forward_pre_hook(_attention_hook(layer)))
         handles.append(block.register_forward_hook(_residual_hook(layer)))
+        squashing = [module for module in block.modules() if isinstance(module, DyT | Derf)]
+        for norm in squashing:
+            hook = _saturation_hook(layer, len(squashing))
+            handles.append(norm.register_forward_pre_hook(hook))
     try:
         log_z_BT = model(tokens_BT).float().logsumexp(-1)
     finally:
@@ -96,6 +106,17 @@ def _residual_hook(layer: dict[str, Tensor]) -> Callable[[nn.Module, Any, Tensor
         s2_D = x_BTD.float().square().mean((0, 1))
         layer["residual_rms"] = s2_D.mean().sqrt()
         layer["kurtosis"] = s2_D.square().mean() / s2_D.mean().square()
+
+    return hook
+
+
+def _saturation_hook(layer: dict[str, Tensor], n_norms: int) -> Callable[[nn.Module, Any], None]:
+    """Add one norm's share of saturated features to the mean over the ``n_norms`` of a block."""
+
+    def hook(norm: nn.Module, args: Any) -> None:
+        assert isinstance(norm, DyT | Derf)
+        share = (norm.argument(args[0]).abs() > SATURATED).float().mean()
+        layer["saturation"] = layer.get("saturation", torch.zeros_like(share)) + share / n_norms
 
     return hook
 

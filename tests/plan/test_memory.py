@@ -62,6 +62,8 @@ def saved_bytes(model: Transformer, tokens_BT: torch.Tensor) -> int:
         {"norm": {"kind": "derf"}},
         {"norm": {"kind": "scalenorm"}},
         {"norm": {"options": {"partial": 0.5}}},
+        {"norm": {"v_norm": True}, "attention_gate": "element"},
+        {"norm": {"placement": "ngpt", "kind": "l2norm"}},
         {"ffn_dim": 161},  # no whole vectors
     ],
     ids=str,

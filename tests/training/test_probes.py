@@ -38,7 +38,7 @@ def probed_step(model, tokens_BT, lr=0.1):
     return probe.after_update(), before
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "peri", "rezero", "hybrid"])
+@pytest.mark.parametrize("placement", ["pre", "post", "peri", "rezero", "hybrid", "ngpt"])
 def test_every_layer_and_the_output_have_their_measures(placement):
     probe, _ = probed_step(build(norm={"placement": placement}), tokens())
     assert list(probe) == ["layer_0", "layer_1", "output"]
@@ -132,3 +132,20 @@ def test_only_the_first_windows_are_read():
     few, _ = probed_step(model, many[: probes.WINDOWS])
     again, _ = probed_step(build(), many)
     assert few["layer_0"]["residual_rms"] == again["layer_0"]["residual_rms"]
+
+
+@pytest.mark.parametrize("kind", ["dyt", "derf"])
+def test_saturation_is_the_share_of_squashed_features(kind):
+    model, seen = build(norm={"kind": kind, "options": {"alpha": 2.0}}), []
+    for name, norm in model.blocks[1].named_modules():
+        if name.endswith("_norm") and list(norm.parameters()):
+            norm.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach()))
+    with torch.no_grad():
+        model.embed.weight *= 4
+        model(tokens())
+    shares = [(2.0 * x.double()).abs().gt(2).double().mean().item() for x in seen]
+    assert len(shares) == 2
+    probe, _ = probed_step(model, tokens(), lr=0.0)
+    assert 0.1 < sum(shares) / 2 < 0.9
+    assert probe["layer_1"]["saturation"] == pytest.approx(sum(shares) / 2, abs=1e-6)
+    assert set(probe["layer_0"]) == LAYER | {"saturation"}

@@ -22,6 +22,7 @@ from minillama.files import atomic_file, explain_write_errors, write_atomic
 from minillama.formatting import format_number, pluralize
 
 _TEXT_COLUMNS = ("arm", "fate", "run_dir", "config_hash", "weights_hash", "data_hash", "error")
+_BOOLEAN_COLUMNS = ("still_falling",)
 _INTEGER_COLUMNS = ("seed", "steps", "tokens", "best_step", "n_params", "n_norm_params", "threads")
 
 
@@ -71,6 +72,7 @@ def cell_table(results: Results) -> pd.DataFrame:
     rows = [table_row(run, results.folder) for run in results.runs]
     types = dict.fromkeys(COLUMNS, "float64")
     types |= dict.fromkeys(_TEXT_COLUMNS, "string") | dict.fromkeys(_INTEGER_COLUMNS, "Int64")
+    types |= dict.fromkeys(_BOOLEAN_COLUMNS, "boolean")
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(types)
 
 

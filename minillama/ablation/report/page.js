@@ -1,6 +1,6 @@
 "use strict";
 // Draws every figure from the page's own data, and again when an arm, the rate or the theme changes.
-const page = JSON.parse(document.getElementById("data").textContent);
+let page = JSON.parse(document.getElementById("data").textContent);
 const shown = page.arms.map(() => true);
 const rateSelect = document.getElementById("rate");
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -33,7 +33,7 @@ function painted(trace, look) {
   if (trace.line) out.line = { ...trace.line, color: colour };
   if (trace.marker) {
     const edge = { width: 1, color: look.card, ...trace.marker.line };
-    if (String(trace.marker.symbol).endsWith("-thin")) edge.color = colour;
+    if (String(trace.marker.symbol).match(/-(thin|open)$/)) edge.color = colour;
     out.marker = { ...trace.marker, color: colour, line: edge };
   }
   if (trace.error_x) out.error_x = { ...trace.error_x, color: colour };

@@ -37,7 +37,7 @@ _CAPTIONS = {
         "Loss against learning rate",
         "Each mark is the loss of one run on the whole validation split at its end; lines join the "
         "means over seeds. A cross is a run that failed: at its loss if it collapsed, at the upper "
-        "edge if it diverged.",
+        "edge if it diverged. An open ring is a run that was still falling (undertrained).",
     ),
     "loss-step": (
         "Loss against step",
@@ -66,6 +66,11 @@ _CAPTIONS = {
     "layer-update_ratio": (
         "Update size by depth",
         "Norm of one update divided by the norm of the parameters.",
+    ),
+    "layer-saturation": (
+        "Saturation by depth",
+        "Share of the features with |α·x| above 2, which DyT and Derf squash nearly flat. Layers "
+        "without any are not drawn.",
     ),
     "differences": (
         "Differences paired by seed",

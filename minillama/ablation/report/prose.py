@@ -15,7 +15,12 @@ from minillama.ablation.measures import BASIN_DEPTH
 from minillama.ablation.results import Results, Run
 from minillama.ablation.statistics import MIN_PAIRS_FOR_SIGN_FLIP
 from minillama.formatting import format_duration, format_number, join_words, pluralize
-from minillama.training.stability import COLLAPSE_MARGIN, SPIKE_SIGMAS, SPIKE_WINDOW
+from minillama.training.stability import (
+    COLLAPSE_MARGIN,
+    SPIKE_SIGMAS,
+    SPIKE_WINDOW,
+    STILL_FALLING_SHARE,
+)
 
 ALPHA = 0.05
 FAILED = ("diverged", "collapsed")
@@ -275,7 +280,7 @@ def _unequal_conditions(results: Results) -> list[str]:
                 f"Not all arms had {what}: the hashes differ for seed "
                 f"{join_words(map(str, seeds))}."
             )
-    trained = [run for run in results.runs if run.fate in ("ok", "collapsed")]
+    trained = [run for run in results.runs if run.fate in ("ok", "undertrained", "collapsed")]
     tokens = {run.figure("tokens") for run in trained}
     if len(tokens) > 1:
         out.append(
@@ -318,7 +323,10 @@ BASIN_MEANING = (
 FATES_MEANING = (
     "diverged: the loss or a gradient was not finite, or the final loss is no lower than at init. "
     f"Collapsed: the final loss is not {COLLAPSE_MARGIN:g} nats per token below the unigram "
-    "entropy of the corpus, so the model knows little more than token frequencies."
+    "entropy of the corpus, so the model knows little more than token frequencies. Undertrained: "
+    "likewise, but the training loss fell all along the run (each quarter's mean below the one "
+    f"before, and from the second to the third by at least {STILL_FALLING_SHARE:.0%} of the whole "
+    "fall), so that more steps would lower it; it is not counted as failed."
 )
 SPIKES_MEANING = (
     "the share of steps with a loss or gradient norm that exceeds the mean of the previous "
