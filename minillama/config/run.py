@@ -274,8 +274,9 @@ class TrainConfig(Section):
     recompute: bool = Field(
         False,
         description="activation checkpointing: keep only each block's input and run it again in "
-        "the backward pass, and on a CPU return freed memory to the system; less memory, a "
-        "quarter to a third more time",
+        "the backward pass: about half the memory for a quarter to a third more time, on a CPU for "
+        "about half more, since it also returns what is freed to the system "
+        "(MALLOC_MMAP_THRESHOLD_ in the environment overrides that)",
         json_schema_extra=RESUMABLE,
     )
     parallel: Literal["none", "ddp", "fsdp"] = Field(
@@ -335,10 +336,19 @@ class RunConfig(Section):
         description="a checkpoint to begin from: its model, but for what is set here of model.norm "
         "and model.max_seq_len, and its tokenizer",
     )
-    loggers: list[Literal["tensorboard"]] = Field(
+    loggers: list[Literal["tensorboard", "trackio", "wandb", "csv"]] = Field(
         default_factory=list,
-        description="besides metrics.jsonl, which is always written",
+        description="besides metrics.jsonl, which is always written; csv: metrics.csv",
         json_schema_extra=NO_EFFECT,
+    )
+    group: Name | None = Field(
+        None,
+        description="under which trackio and wandb show runs together; an ablation's name in its "
+        "cells",
+        json_schema_extra=NO_EFFECT,
+    )
+    arm: Name | None = Field(
+        None, description="the arm of a cell, set by its ablation", json_schema_extra=NO_EFFECT
     )
     model: ModelConfig = ModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

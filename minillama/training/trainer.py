@@ -567,9 +567,7 @@ class Trainer:
         if self.ranks.is_main:
             with self.folder.writing():
                 self.folder.begin(self.config)
-                self.loggers = build_loggers(
-                    self.config.loggers, self.folder.path, self.progress.step
-                )
+                self.loggers = build_loggers(self.config, self.folder.path, self.progress.step)
 
     def _write_line(self, line: Line) -> None:
         with self.folder.writing():

@@ -32,7 +32,7 @@ _MAX_DATA_BYTES = 900_000
 """With plotly.js this makes a page below 6 MB."""
 _HERE = Path(__file__).parent
 
-_CAPTIONS = {
+CAPTIONS = {
     "loss-rate": (
         "Loss against learning rate",
         "Each mark is the loss of one run on the whole validation split at its end; lines join the "
@@ -148,7 +148,7 @@ def _environment() -> Environment:
         css=(_HERE / "page.css").read_text(encoding="utf-8"),
         js=(_HERE / "page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
-        captions=_CAPTIONS,
+        captions=CAPTIONS,
         dashes=_DASHES,
         symbols=_SYMBOLS,
         interval=prose.format_interval,
