@@ -17,7 +17,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -79,16 +79,28 @@ def _ablate(options: Namespace) -> str:
         return dry_run(config)
     from minillama.ablation.report import write_report  # a missing extra is found before the work
 
-    if config.runner.kind == "ray":
-        from minillama.ablation.ray_runner import run as run_on_ray
+    with ExitStack() as stack:
+        if options.watch:
+            from minillama.watch.server import watching
 
-        folder = run_on_ray(config, progress=not options.quiet)
-    else:
-        folder = run(config, progress=not options.quiet)
-    page = write_report(folder)
+            stack.enter_context(watching(config.out_dir))
+        if config.runner.kind == "ray":
+            from minillama.ablation.ray_runner import run as run_on_ray
+
+            folder = run_on_ray(config, progress=not options.quiet)
+        else:
+            folder = run(config, progress=not options.quiet)
+        page = write_report(folder)
     print(f"report: {page}", flush=True)
     check_crashes(folder)
     return ""
+
+
+def _watch(options: Namespace) -> Iterable[str]:
+    from minillama.watch.server import watch
+
+    watch(options.folder, options.port)
+    return ()
 
 
 def _report(options: Namespace) -> str:
@@ -285,6 +297,16 @@ COMMANDS = {
                 help="train nothing; read the cells that have ended, and print how many seeds the "
                 "margin needs",
             ),
+            _argument("--watch", action="store_true", help="serve a page that shows the progress"),
+        ),
+    ),
+    "watch": Command(
+        "serve a page, to this machine alone, that shows runs and ablations as they train",
+        "minillama watch runs",
+        _watch,
+        (
+            _argument("folder", metavar="DIR", help="of an ablation, of a run, or of several"),
+            _argument("--port", type=int, metavar="N", help="default: the first free from 8765 on"),
         ),
     ),
     "report": Command(

@@ -26,6 +26,8 @@ SET_BY_GRID = {
     "train.on_nonfinite": "runner.stop_hopeless",
     "name": "the grid",
     "out_dir": "the grid",
+    "group": "the grid",
+    "arm": "the grid",
 }
 """Fields of a run that an arm may not set, and what sets them instead."""
 
@@ -183,6 +185,8 @@ def _cell(
     update = {
         "name": "-".join(folder.parts[-3:]),
         "out_dir": str(folder),
+        "group": config.name,
+        "arm": arm,
         "optim": run.optim.model_copy(update={"lr": lr}),
         "train": run.train.model_copy(update=train),
     }

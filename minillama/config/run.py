@@ -221,10 +221,50 @@ class DataConfig(Section):
 # ------------------------------------------------------------------------------------- training
 
 
-class OptimConfig(Section):
-    """AdamW and its schedule."""
+class GroupConfig(Section):
+    """What differs for the parameters of one role (:mod:`minillama.model.roles`)."""
 
-    lr: PositiveFloat = Field(1e-3, description="the peak learning rate")
+    lr_factor: PositiveFloat = Field(1.0, description="times the learning rate of each step")
+    weight_decay: NonNegativeFloat | None = Field(
+        None, description="default: optim.weight_decay for matrices, 0 for the rest"
+    )
+
+
+class GroupsConfig(Section):
+    """The roles of parameters, each with a factor on its learning rate and a decay of its own."""
+
+    embed: GroupConfig | None = Field(None, description="the embedding; where tied, the head too")
+    head: GroupConfig | None = Field(None, description="the matrix before the logits")
+    hidden: GroupConfig | None = Field(None, description="the matrices of the blocks")
+    gains: GroupConfig | None = Field(
+        None, description="γ of norms; optim.decay_norms says which of them decay"
+    )
+    shifts: GroupConfig | None = Field(None, description="β of norms")
+    other: GroupConfig | None = Field(
+        None, description="single numbers: α of DyT and Derf, a of ReZero, the embedding's scale"
+    )
+
+
+_MOMENTA = {"muon": 0.95, "sgd": 0.9}
+
+
+def _betas(optim: dict[str, Any]) -> tuple[float, float]:
+    return (0.9, 0.99) if optim["kind"] == "lion" else (0.9, 0.95)
+
+
+class OptimConfig(Section):
+    """The optimizer and its schedule."""
+
+    kind: Literal["adamw", "muon", "sgd", "lion"] = Field(
+        "adamw",
+        description="muon: for the matrices of the blocks, AdamW for the rest; sgd: with momentum; "
+        "lion: the sign of a momentum",
+    )
+    lr: PositiveFloat = Field(
+        1e-3,
+        description="the peak learning rate; muon's is scaled so that its updates have the root "
+        "mean square of AdamW's",
+    )
     min_lr_ratio: Annotated[float, NotBool, Field(ge=0, le=1)] = Field(
         0.1, description="the last step's learning rate over the peak"
     )
@@ -233,13 +273,40 @@ class OptimConfig(Section):
         "cosine",
         description="after the warm-up; wsd holds the peak, then falls over the last fifth",
     )
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = Field(
-        0.1, description="decoupled, on matrices only: never on norms, gains or biases"
+    betas: tuple[Beta, Beta] = derived(
+        _betas, "of adamw, lion and muon's AdamW; default: 0.9 and 0.95, lion's 0.9 and 0.99"
     )
+    eps: PositiveFloat = Field(1e-8, description="of adamw and muon's AdamW")
+    momentum: Beta | None = derived(
+        lambda optim: _MOMENTA.get(optim["kind"]), "of muon and sgd; default: 0.95 and 0.9"
+    )
+    weight_decay: NonNegativeFloat = Field(
+        0.1,
+        description="decoupled (sgd's is an L2 penalty), on matrices only: never on shifts, on the "
+        "gains of norms only with decay_norms",
+    )
+    decay_norms: Literal["none", "input", "output", "all"] = Field(
+        "none",
+        description="norms whose gains decay: those before a sub-layer or the head, those behind a "
+        "sub-layer, or all; decay draws a gain to 0, with norm.options.unit_offset to 1",
+    )
+    groups: GroupsConfig = GroupsConfig()
     grad_clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0: no clipping")
     z_loss: NonNegativeFloat = Field(0.0, description="weight of mean (log Z)² in the loss")
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimConfig:
+        errors = []
+        if self.momentum is not None and self.kind not in _MOMENTA:
+            rule = f"{self.kind} has no such field, but optim.betas; leave this out"
+            errors.append(FieldError("momentum", self.momentum, rule, "kind"))
+        gains = self.groups.gains
+        if gains is not None and gains.weight_decay and self.decay_norms == "none":
+            rule = "no norm's gain decays; set optim.decay_norms: all, input or output"
+            path = "groups.gains.weight_decay"
+            errors.append(FieldError(path, gains.weight_decay, rule, "decay_norms"))
+        refuse(errors)
+        return self
 
 
 class TrainConfig(Section):
@@ -274,8 +341,9 @@ class TrainConfig(Section):
     recompute: bool = Field(
         False,
         description="activation checkpointing: keep only each block's input and run it again in "
-        "the backward pass, and on a CPU return freed memory to the system; less memory, a "
-        "quarter to a third more time",
+        "the backward pass: about half the memory for a quarter to a third more time, on a CPU for "
+        "about half more, since it also returns what is freed to the system "
+        "(MALLOC_MMAP_THRESHOLD_ in the environment overrides that)",
         json_schema_extra=RESUMABLE,
     )
     parallel: Literal["none", "ddp", "fsdp"] = Field(
@@ -335,10 +403,19 @@ class RunConfig(Section):
         description="a checkpoint to begin from: its model, but for what is set here of model.norm "
         "and model.max_seq_len, and its tokenizer",
     )
-    loggers: list[Literal["tensorboard"]] = Field(
+    loggers: list[Literal["tensorboard", "trackio", "wandb", "csv"]] = Field(
         default_factory=list,
-        description="besides metrics.jsonl, which is always written",
+        description="besides metrics.jsonl, which is always written; csv: metrics.csv",
         json_schema_extra=NO_EFFECT,
+    )
+    group: Name | None = Field(
+        None,
+        description="under which trackio and wandb show runs together; an ablation's name in its "
+        "cells",
+        json_schema_extra=NO_EFFECT,
+    )
+    arm: Name | None = Field(
+        None, description="the arm of a cell, set by its ablation", json_schema_extra=NO_EFFECT
     )
     model: ModelConfig = ModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -372,6 +449,15 @@ class RunConfig(Section):
                 "train.micro_batch_size", self.train.micro_batch_size, rule, "train.batch_size"
             )
             errors.append(micro)
+        if self.optim.kind == "muon" and self.train.parallel == "fsdp":
+            rule = (
+                "updates each matrix as a whole, and train.parallel = fsdp splits it; set ddp, or "
+                "another kind"
+            )
+            errors.append(FieldError("optim.kind", "muon", rule, "train.parallel"))
+        if self.optim.groups.head is not None and self.model.tie_embeddings and not self.init_from:
+            rule = "the head is the embedding (model.tie_embeddings); set optim.groups.embed"
+            errors.append(FieldError("optim.groups.head", "set", rule, "model.tie_embeddings"))
         size, needed = self.model.vocab_size, self.tokenizer.vocab_size
         if size is not None and needed is not None and size < needed and self.init_from is None:
             rule = f"is smaller than the tokenizer's {needed} ids; leave it out"
@@ -389,6 +475,7 @@ OWNED_BY_KIND = {
     "model.rope_scaling": Owned(None),
     "tokenizer": Owned(("vocab_size", "path"), "bpe"),
     "model.norm": Owned(("options",), NormConfig.model_fields["kind"].default),
+    "optim": Owned(("betas", "momentum"), "adamw"),
 }
 """The settings that an override of a section's ``kind`` drops."""
 

@@ -41,6 +41,7 @@ from minillama.interop.importing import (
     save_imported,
 )
 from minillama.interop.sentencepiece_proto import Kind, Piece, write_pieces
+from minillama.model.folding import fold_scales
 from minillama.model.rope import inverse_frequencies
 from minillama.model.sizes import absurd_sizes, misfits
 from minillama.model.transformer import Transformer
@@ -97,6 +98,8 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
         raise ConfigError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
     folder = resolve_checkpoint(checkpoint)
     model, tokenizer, config = load_checkpoint(folder)
+    model = fold_scales(model)
+    config = config.model_copy(update={"model": model.config})
     row = architecture_of(config.model, "llama.cpp")
     out = Path(out)
     file = out if out.suffix == ".gguf" else out / f"{config.name}-{dtype}.gguf"

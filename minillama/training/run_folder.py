@@ -39,6 +39,8 @@ from minillama.training.summary import hash_config
 OURS = (
     "config.yaml",
     "metrics.jsonl",
+    "metrics.csv",
+    "wandb_id",
     "summary.json",
     "report.html",
     "report.png",

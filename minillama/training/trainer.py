@@ -70,6 +70,7 @@ from minillama.training.optim import (
     is_sharded,
     learning_rate,
     local_part,
+    set_learning_rate,
 )
 from minillama.training.parallel import DdpModel, LocalModel, Ranks, join
 from minillama.training.probes import StepProbe
@@ -333,8 +334,7 @@ class Trainer:
         if decision == "skip" and config.train.on_nonfinite != "run_on" and self._lost_weight():
             decision = "stop"  # no later batch can bring the weights back
         if decision == "apply":
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(self.optimizer, lr)
             with self.clock.part("update"):
                 self.scaler.step(self.optimizer)
                 if self.model.has_unit_weights:
@@ -567,9 +567,7 @@ class Trainer:
         if self.ranks.is_main:
             with self.folder.writing():
                 self.folder.begin(self.config)
-                self.loggers = build_loggers(
-                    self.config.loggers, self.folder.path, self.progress.step
-                )
+                self.loggers = build_loggers(self.config, self.folder.path, self.progress.step)
 
     def _write_line(self, line: Line) -> None:
         with self.folder.writing():

@@ -72,6 +72,11 @@ def errors_in(load):
         ("optim.grad_clip=-1", "optim.grad_clip = -1"),
         ("optim.z_loss=-1", "optim.z_loss = -1"),
         ("optim.eps=0", "optim.eps = 0: should be greater than 0"),
+        ("optim.kind=adam", "optim.kind = 'adam': unknown choice 'adam'; did you mean 'adamw'?"),
+        ("optim.momentum=0.9", "optim.momentum = 0.9: adamw has no such field, but optim.betas"),
+        ("optim.groups.embd.lr_factor=1", "optim.groups.embd = {'lr_factor': 1}: no such field"),
+        ("optim.groups.head.lr_factor=1", "the head is the embedding (model.tie_embeddings)"),
+        ("optim.groups.gains.weight_decay=1", "no norm's gain decays; set optim.decay_norms"),
         ("optim.schedule=cosin", "unknown choice 'cosin'; did you mean 'cosine'? valid: constant"),
         ("model.norm.kind=rmsnrom", "unknown norm kind 'rmsnrom'; did you mean 'rmsnorm'? valid: "),
         ("model.norm.placement=prenorm", "unknown norm placement 'prenorm'; did you mean"),
@@ -210,6 +215,19 @@ def test_every_section_is_frozen(load):
         for name in type(section).model_fields:
             with pytest.raises(ValidationError, match="frozen"):
                 setattr(section, name, getattr(section, name))
+
+
+def test_another_optimizer_brings_its_own_defaults(load):
+    adamw = "optim: {betas: [0.8, 0.9]}"
+    assert load(adamw).optim.betas == (0.8, 0.9)
+    assert load(adamw, "optim.kind=lion").optim.betas == (0.9, 0.99)
+    assert load(adamw, "optim.kind=muon").optim.momentum == 0.95
+    assert load("optim: {kind: sgd}").optim.momentum == 0.9
+
+
+def test_muon_refuses_to_be_sharded(errors_in):
+    (error,) = errors_in("optim: {kind: muon}", "train.parallel=fsdp")
+    assert "updates each matrix as a whole, and train.parallel = fsdp splits it; set ddp" in error
 
 
 def test_overrides_set_fields_lists_and_mappings(load):

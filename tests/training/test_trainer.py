@@ -287,6 +287,18 @@ def test_a_stopped_run_goes_on_to_the_bit(tiny, before_step, step):
     assert rest == expected_rest
 
 
+@pytest.mark.parametrize("kind", ["muon", "sgd", "lion"])
+def test_every_optimizer_goes_on_to_the_bit(tiny, before_step, kind):
+    fields = BUSY | {"optim.kind": kind, "optim.groups": {"embed": {"lr_factor": 0.5}}}
+    whole, parts = (tiny(out=out, **fields) for out in ("whole", "parts"))
+    expected = result_of(whole, run(whole))
+    before_step(4, interrupt)
+    with pytest.raises(InterruptedRunError):
+        run(parts)
+    before_step(None, None)
+    assert result_of(parts, run(parts, resume=True)) == expected
+
+
 def test_a_signal_during_validation_does_not_wait_for_it(tiny, monkeypatch):
     whole, parts = (tiny(out=out, **BUSY) for out in ("whole", "parts"))
     expected = result_of(whole, run(whole))
