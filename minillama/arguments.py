@@ -17,6 +17,12 @@ def check_type(name: str, value: object, kind: type) -> None:
         raise TypeError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise a ConfigError if ``value`` is neither True nor False: ``"no"`` would count as True."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} = {value!r}: must be True or False")
+
+
 def whole_number(name: str, value: Any, least: float = -math.inf, rule: str = "") -> int:
     """Return ``value`` as an int; numpy's and torch's integers count as whole numbers.
 

@@ -17,7 +17,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -38,7 +38,8 @@ from minillama.training.assemble import assemble
 
 EPILOG = (
     "exit status: 0 success; 2 config or arguments wrong; 3 training diverged; "
-    "4 cells crashed; 130 interrupted; 1 other errors"
+    "4 cells crashed; 130 interrupted; 1 other errors. "
+    "Tab in a shell: minillama completion --help"
 )
 
 # ----------------------------------------------------------------- what each command calls
@@ -49,7 +50,7 @@ def _train(options: Namespace) -> str:
         config = assemble(load_config(options.config, options.overrides))
     except ConfigError as error:
         raise launch.on_first_rank(error) from None
-    from minillama.commands import train_run
+    from minillama.commands.models import train_run
 
     resume = options.resume_from or options.resume
     with redirect_stdout(launch.SafeStream(sys.stdout)):  # a plugin's print must not end training
@@ -66,22 +67,40 @@ def _plan(options: Namespace) -> str:
 
 def _ablate(options: Namespace) -> str:
     config = load_ablation(options.config, options.overrides)
+    if options.power:
+        if options.dry_run:
+            raise ConfigError("--power and --dry-run: give one of them")
+        from minillama.ablation.seed_plan import read_seed_plan
+
+        return read_seed_plan(config)
     from minillama.ablation.runner import check_crashes, dry_run, run
 
     if options.dry_run:
         return dry_run(config)
     from minillama.ablation.report import write_report  # a missing extra is found before the work
 
-    if config.runner.kind == "ray":
-        from minillama.ablation.ray_runner import run as run_on_ray
+    with ExitStack() as stack:
+        if options.watch:
+            from minillama.watch.server import watching
 
-        folder = run_on_ray(config, progress=not options.quiet)
-    else:
-        folder = run(config, progress=not options.quiet)
-    page = write_report(folder)
+            stack.enter_context(watching(config.out_dir))
+        if config.runner.kind == "ray":
+            from minillama.ablation.ray_runner import run as run_on_ray
+
+            folder = run_on_ray(config, progress=not options.quiet)
+        else:
+            folder = run(config, progress=not options.quiet)
+        page = write_report(folder)
     print(f"report: {page}", flush=True)
     check_crashes(folder)
     return ""
+
+
+def _watch(options: Namespace) -> Iterable[str]:
+    from minillama.watch.server import watch
+
+    watch(options.folder, options.port)
+    return ()
 
 
 def _report(options: Namespace) -> str:
@@ -90,26 +109,45 @@ def _report(options: Namespace) -> str:
     return f"report: {write_report(options.folder)}"
 
 
+def _runs(options: Namespace) -> str:
+    from minillama.commands.runs import list_runs
+
+    return list_runs(options.folder, as_json=options.json)
+
+
+def _compare(options: Namespace) -> str:
+    from minillama.commands.compare import compare
+
+    return compare(options.folders, as_json=options.json)
+
+
 def _eval(options: Namespace) -> str:
-    from minillama.commands import evaluate_text
+    from minillama.commands.models import evaluate_text
 
     return evaluate_text(
         options.checkpoint, options.text, options.seq_len, options.batch_size, as_json=options.json
     )
 
 
-def _generate(options: Namespace) -> Iterable[str]:
-    from minillama.commands import generate_text
+def _generate(options: Namespace) -> str | Iterable[str]:
+    from minillama.commands.models import generate_text, read_prompt
+    from minillama.sampling import SamplingOptions
 
-    return generate_text(
-        options.checkpoint,
-        options.prompt,
-        options.max_new_tokens,
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        options.seed,
+    if options.interactive and "-" in (options.prompt, options.prompt_file):
+        raise ConfigError("--interactive reads standard input itself; give the prompts there")
+    prompt = read_prompt(options.prompt, options.prompt_file)
+    sampling = SamplingOptions(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
     )
+    if options.interactive:
+        from minillama.commands.interactive import converse
+
+        converse(options.checkpoint, prompt, options.max_new_tokens, sampling, _write)
+        return ""
+    return generate_text(options.checkpoint, prompt, options.max_new_tokens, sampling)
 
 
 def _export(options: Namespace) -> str:
@@ -132,7 +170,7 @@ def _import(options: Namespace) -> str:
 
 
 def _convert_norm(options: Namespace) -> str:
-    from minillama.commands import convert_norm
+    from minillama.commands.models import convert_norm
 
     return convert_norm(options.checkpoint, options.out)
 
@@ -145,20 +183,26 @@ def _bench(options: Namespace) -> str:
 
 def _tokenizer_train(options: Namespace) -> str:
     config = assemble(load_config(options.config, options.overrides))
-    from minillama.commands import train_tokenizer_file
+    from minillama.commands.models import train_tokenizer_file
 
     return train_tokenizer_file(config, options.out)
 
 
 def _data_prepare(options: Namespace) -> str:
     config = assemble(load_config(options.config, options.overrides))
-    from minillama.commands import prepare_data
+    from minillama.commands.models import prepare_data
 
     return prepare_data(config, check=options.check)
 
 
+def _completion(options: Namespace) -> str:
+    from minillama.commands.completion import completion_script
+
+    return completion_script(_parser(), options.shell)
+
+
 def _norms(options: Namespace) -> str:
-    from minillama.commands import explain_norms
+    from minillama.commands.models import explain_norms
 
     return explain_norms(options.name, options.plugin)
 
@@ -247,6 +291,22 @@ COMMANDS = {
             _argument("config", metavar="CONFIG", help="the YAML file or name of an ablation"),
             OVERRIDES,
             _argument("--dry-run", action="store_true", help="list the cells and what they cost"),
+            _argument(
+                "--power",
+                action="store_true",
+                help="train nothing; read the cells that have ended, and print how many seeds the "
+                "margin needs",
+            ),
+            _argument("--watch", action="store_true", help="serve a page that shows the progress"),
+        ),
+    ),
+    "watch": Command(
+        "serve a page, to this machine alone, that shows runs and ablations as they train",
+        "minillama watch runs",
+        _watch,
+        (
+            _argument("folder", metavar="DIR", help="of an ablation, of a run, or of several"),
+            _argument("--port", type=int, metavar="N", help="default: the first free from 8765 on"),
         ),
     ),
     "report": Command(
@@ -254,6 +314,21 @@ COMMANDS = {
         "minillama report runs/quick",
         _report,
         (_argument("folder", metavar="DIR", help="the folder of an ablation or of a run"),),
+    ),
+    "runs": Command(
+        "list the runs and ablations in a folder, and how each of them stands",
+        "minillama runs",
+        _runs,
+        (
+            _argument("folder", metavar="DIR", nargs="?", default="runs", help="default: runs"),
+            AS_JSON,
+        ),
+    ),
+    "compare": Command(
+        "show where the configs of runs differ, their losses and their speeds",
+        "minillama compare runs/tiny runs/tiny-layernorm",
+        _compare,
+        (_argument("folders", metavar="RUN", nargs="+", help="a run folder; two or more"), AS_JSON),
     ),
     "eval": Command(
         "measure loss, perplexity and bits per byte",
@@ -273,7 +348,16 @@ COMMANDS = {
         _generate,
         (
             CHECKPOINT,
-            _argument("--prompt", metavar="TEXT", default="", help="the text to continue"),
+            _argument("--prompt", metavar="TEXT", help="the text to continue; -: standard input"),
+            _argument("--prompt-file", metavar="FILE", help="holds the prompt; -: standard input"),
+            _argument(
+                "-i",
+                "--interactive",
+                action="store_true",
+                help="read a prompt from each line of standard input and continue the text so far; "
+                "/reset forgets it, /help lists the other commands, Ctrl-C ends a continuation, "
+                "Ctrl-D leaves",
+            ),
             _argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200"),
             _argument("--temperature", type=float, default=0.8, help="0: greedy; default: 0.8"),
             _argument("--top-k", type=int, default=50, help="0: all; default: 50"),
@@ -342,6 +426,13 @@ COMMANDS = {
         "print the JSON schema of a run config",
         "minillama config schema > minillama.schema.json",
         _config_schema,
+    ),
+    "completion": Command(
+        "print the script that completes commands, configs and run folders in a shell",
+        "minillama completion bash > ~/.local/share/bash-completion/completions/minillama\n"
+        "  minillama completion zsh > ~/.zfunc/_minillama    # a folder of zsh's fpath",
+        _completion,
+        (_argument("shell", choices=("bash", "zsh"), help="which shell"),),
     ),
     "bench": Command(
         "compare speeds on this machine: ratios between contenders of one run",

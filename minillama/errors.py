@@ -144,6 +144,8 @@ EXTRAS = {
     "gguf": "gguf",
     "ray": "ray",
     "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
 }
 """The extra of this package that installs each optional package."""
 

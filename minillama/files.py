@@ -167,7 +167,7 @@ def lock(path: Path, *, busy: str, timeout: float | None = None) -> Iterator[Non
     """
     file_lock = FileLock(path)
     try:
-        file_lock.acquire(timeout=timeout or 0)
+        file_lock.acquire(timeout=max(timeout or 0, _ASKING_SECONDS))
     except Timeout:
         if timeout is not None:
             raise RunFolderError(busy) from None
@@ -177,6 +177,25 @@ def lock(path: Path, *, busy: str, timeout: float | None = None) -> Iterator[Non
         yield
     finally:
         file_lock.release()
+
+
+_ASKING_SECONDS = 0.2
+"""For how long a lock that seems held is tried again: :func:`is_locked` may be what holds it."""
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock file ``path``; if none does, takes it briefly."""
+    if not path.is_file():
+        return False
+    file_lock = FileLock(path)
+    try:
+        file_lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    except OSError:  # a folder of someone else's, in which this user cannot lock
+        return False
+    file_lock.release()
+    return False
 
 
 def sha256_of_file(*paths: Path) -> str:

@@ -119,6 +119,7 @@ class Sampler:
             if self.top_p > 1:
                 raise ConfigError(f"top_p = {top_p}: {rule}")
         seed = None if seed is None else whole_number("seed", seed)
+        rows = whole_number("rows", rows, 0)
         self._generators = [torch.Generator() for _ in range(rows)]
         for row, generator in enumerate(self._generators):
             if seed is None:
@@ -170,6 +171,8 @@ def _decode(
     """Check the arguments; return an iterator over (row, new id)."""
     if not isinstance(getattr(model, "config", None), ModelConfig):
         raise TypeError(f"model must be a Transformer, not {type(model).__name__}")
+    if model.embed.weight.is_meta:
+        raise ConfigError("the model is on the meta device, without weights; load them first")
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 0, "must be 0 or above")
     contexts = [whole_ids(f"prompt {row}", ids) for row, ids in enumerate(prompts)]
     for row, ids in enumerate(contexts):

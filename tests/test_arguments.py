@@ -1,9 +1,12 @@
 """What is passed to a public function by mistake is refused at the call, in one sentence."""
 
+import inspect
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import minillama
 from minillama.config import ModelConfig, NormConfig
@@ -14,7 +17,17 @@ from minillama.errors import ConfigError, TokenizerError
 from minillama.model.attention import Attention
 from minillama.model.kv_cache import KVCache
 from minillama.model.mlp import MLP
-from minillama.model.norms import Derf, DyT, NoNorm, RMSNorm, ScaleNorm, build_norm, register_norm
+from minillama.model.norms import (
+    NORM_BUILDERS,
+    Derf,
+    DyT,
+    LayerNorm,
+    NoNorm,
+    RMSNorm,
+    ScaleNorm,
+    build_norm,
+    register_norm,
+)
 from minillama.model.rope import RotaryEmbedding
 from minillama.model.transformer import Transformer
 from minillama.sampling import generate, generate_batch, stream
@@ -25,6 +38,18 @@ MODEL = Transformer(CONFIG)
 IDS = torch.zeros(1, 4, dtype=torch.long)
 BYTES = ByteTokenizer()
 NAN = math.nan
+
+
+def attention(x: object) -> torch.Tensor:
+    """Give ``x`` to an attention of width 16 as if it were 4 positions."""
+    return Attention(CONFIG)(x, MODEL.rope(torch.arange(4), torch.float32))
+
+
+def built_as(what: object) -> torch.nn.Module:
+    """Build a norm by a user's function that returns ``what``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(NORM_BUILDERS._entries, "rmsnorm", lambda dim, **options: what)
+        return build_norm(NormConfig(), 8)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +82,24 @@ NAN = math.nan
         (lambda: MODEL.loss(IDS, IDS.float()), ValueError, "targets of torch.float32"),
         (lambda: MODEL.loss(IDS, IDS, z_loss=-1), ValueError, "z_loss = -1"),
         (lambda: MODEL.loss(IDS, IDS, z_loss=NAN), ValueError, "z_loss = nan"),
+        (lambda: MODEL.loss(IDS, [1]), TypeError, "targets must be of type Tensor, not list"),
+        (lambda: Attention(CONFIG, qkv_norm="no"), ConfigError, "qkv_norm = 'no': must be True"),
+        (lambda: attention(torch.zeros(1, 4, 15)), ValueError, r"shapes \(1, 4, 15\), \(16, 16\)"),
+        (lambda: attention(torch.zeros(4, 16)), ValueError, r"shape \(4, 16\): must be \(batch"),
+        (lambda: attention(torch.zeros(1, 3, 16)), ValueError, r"\(1, 3, 6, 8\), \(4, 4\)"),
+        (lambda: attention([1.0]), TypeError, "x must be of type Tensor, not list"),
+        (lambda: MLP(CONFIG)(torch.zeros(3, 15)), ValueError, r"shapes \(3, 15\), \("),
+        (lambda: MLP(CONFIG)([1.0]), TypeError, "x must be of type Tensor, not list"),
+        (lambda: RMSNorm(2)([1.0, 2.0]), TypeError, "x must be of type Tensor, not list"),
+        (lambda: DyT(8, site="atention"), ConfigError, "site = 'atention': must be one of"),
+        (lambda: build_norm(NormConfig(), 8, None), ConfigError, "site = None: must be one of"),
+        (lambda: register_norm("n1", formula=3), TypeError, "formula must be of type str"),
+        (lambda: register_norm("n2")(3), TypeError, "built by a class or a function, not by 3"),
+        (lambda: register_norm("n3")(lambda: MODEL), ConfigError, "'n3' has no first parameter"),
+        (lambda: built_as(3), TypeError, "must return a module: it must .* Module, not int"),
+        (lambda: KVCache(CONFIG, 1, 4, pad_B=IDS[0, :1] - 1), ConfigError, r"pad_B = \[-1\]: must"),
+        (lambda: KVCache(CONFIG, 1, 4, pad_B=IDS[0, :1] + 4), ConfigError, r"pad_B = \[4\]: must"),
+        (lambda: RotaryEmbedding(4, 4, scaling=2), TypeError, "scaling must be a LinearRope"),
         (lambda: Attention(None), TypeError, "must be of type ModelConfig"),
         (lambda: Attention(CONFIG, layer=-1), ConfigError, "layer = -1"),
         (lambda: MLP(None), TypeError, "must be of type ModelConfig"),
@@ -114,3 +157,16 @@ def test_a_compiler_that_fails_is_refused_before_training(monkeypatch):
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(ConfigError, match=r"false does not work.*train.compile=false"):
         check_compile(torch.device("cpu"))
+
+
+@given(
+    norm=st.sampled_from([RMSNorm, LayerNorm, DyT, Derf]),
+    value=st.none() | st.integers() | st.floats() | st.text() | st.lists(st.booleans()),
+    data=st.data(),
+)
+def test_a_switch_of_a_norm_is_true_or_false_and_nothing_else(norm, value, data):
+    switches = {"affine", "unit_offset", "bias"} & set(inspect.signature(norm).parameters)
+    name = data.draw(st.sampled_from(sorted(switches)))
+    with pytest.raises(ConfigError, match=f"{name} = .*: must be True or False"):
+        norm(8, **{name: value})
+    norm(8, **{name: data.draw(st.booleans())})

@@ -1,7 +1,9 @@
 """The command line as a process: encodings, closed and full outputs, help, exit statuses."""
 
+import ast
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import minillama
 from minillama.cli import COMMANDS, main
 from minillama.formatting import finite_json
 
@@ -172,6 +175,28 @@ def test_eval_of_a_model_that_is_far_off_prints_strict_json(tmp_path, capsys):
     assert figures["loss"] > 700
 
 
+def test_eval_names_its_own_option_where_the_text_is_wrong(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "tiny", *SMALL, f"out_dir={out}", "-q"]) == 0
+    (tmp_path / "empty.txt").touch()
+    os.mkfifo(tmp_path / "pipe")
+    for name, said in (("empty.txt", "no text in"), ("pipe", "is a pipe"), ("gone", "no such")):
+        assert main(["eval", str(out), "--text", str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert said in error.splitlines()[-1]
+        assert "--text" in error
+        assert "data.source" not in error
+    (tmp_path / "rows.jsonl").write_text('{"text": "some words"}\n' * 9, encoding="utf-8")
+    assert main(["eval", str(out), "--text", str(tmp_path / "rows.jsonl"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_bytes"] == 9 * len("some words")
+
+
+def test_a_warm_up_that_is_too_long_names_the_override_that_fits(capsys):
+    assert main(["config", "show", "tiny", "train.steps=5"]) == 2
+    assert "set optim.warmup_steps=0 too" in capsys.readouterr().err
+    assert main(["config", "show", "tiny", "train.steps=5", "optim.warmup_steps=0"]) == 0
+
+
 def test_a_plugin_that_exits_is_no_success(tmp_path, capsys):
     plugin = tmp_path / "leaves.py"
     plugin.write_text("raise SystemExit(0)\n", encoding="utf-8")
@@ -179,6 +204,27 @@ def test_a_plugin_that_exits_is_no_success(tmp_path, capsys):
     assert main(["train", "tiny", *SMALL, f"out_dir={out}", f"plugins=[{plugin}]", "-q"]) != 0
     assert "exit" in capsys.readouterr().err
     assert not out.exists()
+
+
+OTHER_PROGRAMS = {"--nproc-per-node", "--version", "--head"}  # torchrun, a compiler, ray
+
+
+def test_every_option_that_a_message_names_is_one_of_a_command():
+    ours = {
+        name
+        for command in COMMANDS.values()
+        for argument in command.arguments
+        for name in argument.names
+    }
+    named = {
+        option
+        for file in Path(minillama.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", node.value)
+    }
+    assert "--resume-from" in named
+    assert named <= ours | {"--help", "--quiet"} | OTHER_PROGRAMS
 
 
 def test_an_unknown_argument_is_named_with_the_usage_of_its_command(capsys):

@@ -23,7 +23,7 @@ LAYERS = [
     ("training",),
     ("interop",),
     ("ablation",),
-    ("bench",),
+    ("bench", "watch"),
     ("commands",),
     ("cli",),
     ("__main__",),

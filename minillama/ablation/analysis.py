@@ -84,6 +84,11 @@ class Interval:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, ends: tuple[Floats, Floats]) -> Interval:
+        """Return the interval between two ends, arrays of one number each."""
+        return cls(float(ends[0]), float(ends[1]))
+
     def excludes(self, value: float) -> bool:
         """Whether ``value`` lies outside."""
         return value < self.low or value > self.high
@@ -94,9 +99,10 @@ class Comparison:
     """An arm minus its baseline, each at its own best LR, paired by seed.
 
     Below zero the arm's loss is lower.  ``same_p`` is TOST's: below .05 the two are equivalent
-    within the margin.  ``p_holm`` and ``same_holm`` are adjusted for all arms of the report.
-    ``s_mean`` and ``s_t95`` are the difference in plain LR sensitivity, over the seeds for which
-    both arms have a full grid.
+    within the margin.  ``p_holm`` and ``same_holm`` are adjusted for all arms of the report, and so
+    is ``simultaneous95`` (Bonferroni): all such intervals together cover with 95 %.
+    ``s_mean``, ``s_t95``, ``s_p`` and ``s_holm`` are of the difference in plain LR sensitivity,
+    over the seeds for which both arms have a full grid.
     """
 
     arm: str
@@ -116,6 +122,9 @@ class Comparison:
     same_holm: float
     s_mean: float
     s_t95: Interval
+    s_p: float
+    s_holm: float
+    simultaneous95: Interval
 
 
 def analyse_arms(results: Results) -> list[ArmResult]:
@@ -182,7 +191,18 @@ def compare_arms(arms: Sequence[ArmResult], margin: float) -> list[Comparison]:
         if seeds:
             out.append(_compare(arm, baseline, seeds, margin))
     apart, same = holm([c.p_t for c in out]), holm([c.same_p for c in out])
-    return [replace(c, p_holm=p, same_holm=q) for c, p, q in zip(out, apart, same, strict=True)]
+    sensitivity = holm([c.s_p for c in out])
+    level = 1 - 0.05 / max(1, len(out))
+    return [
+        replace(
+            c,
+            p_holm=apart[i],
+            same_holm=same[i],
+            s_holm=sensitivity[i],
+            simultaneous95=Interval.of(t_interval(c.differences, level)),
+        )
+        for i, c in enumerate(out)
+    ]
 
 
 def _compare(
@@ -193,9 +213,6 @@ def _compare(
     both = [s for s in arm.sensitivity if s in baseline.sensitivity]
     s_d = np.array([arm.sensitivity[s].plain - baseline.sensitivity[s].plain for s in both])
 
-    def interval(ends: tuple[Floats, Floats]) -> Interval:
-        return Interval(float(ends[0]), float(ends[1]))
-
     return Comparison(
         arm=arm.name,
         baseline=baseline.name,
@@ -204,14 +221,17 @@ def _compare(
         seeds=seeds,
         differences=tuple(d.tolist()),
         mean=float(d.mean()),
-        t95=interval(t_interval(d)),
-        bca95=interval(bca_interval(d)),
-        t90=interval(t_interval(d, 0.90)),
+        t95=Interval.of(t_interval(d)),
+        bca95=Interval.of(bca_interval(d)),
+        t90=Interval.of(t_interval(d, 0.90)),
         p_t=float(t_test(d)),
         p_holm=math.nan,
         p_sign=float(sign_flip_test(d)),
         same_p=float(tost(d, margin)),
         same_holm=math.nan,
         s_mean=float(s_d.mean()) if both else math.nan,
-        s_t95=interval(t_interval(s_d)),
+        s_t95=Interval.of(t_interval(s_d)),
+        s_p=float(t_test(s_d)),
+        s_holm=math.nan,
+        simultaneous95=Interval(math.nan, math.nan),
     )

@@ -26,6 +26,8 @@ SET_BY_GRID = {
     "train.on_nonfinite": "runner.stop_hopeless",
     "name": "the grid",
     "out_dir": "the grid",
+    "group": "the grid",
+    "arm": "the grid",
 }
 """Fields of a run that an arm may not set, and what sets them instead."""
 
@@ -120,6 +122,17 @@ def _arm_folders(arms: Sequence[str]) -> dict[str, str]:
     return folders
 
 
+_BETWEEN_SETTINGS = re.compile(r"\+(?=[\w.-]+=)")
+"""Separates an arm's name from the value of an axis, and one such value from the next."""
+
+
+def split_name(name: str) -> tuple[str, dict[str, str]]:
+    """Return the name that an :class:`Arm` has in the config, and its value on each axis."""
+    first, *settings = _BETWEEN_SETTINGS.split(name)
+    values = (setting.partition("=") for setting in settings)
+    return first, {axis: value for axis, _, value in values}
+
+
 def arms(config: AblationConfig) -> list[Arm]:
     """Return every arm at every combination of axis values, in the order of the config."""
     leaves = [name.rpartition(".")[2] for name in config.axes]
@@ -197,6 +210,8 @@ def _cell(place: Place, run: RunConfig, config: AblationConfig, folder: Path) ->
     update = {
         "name": "-".join(folder.parts[-3:]),
         "out_dir": str(folder),
+        "group": config.name,
+        "arm": place.arm,
         "optim": run.optim.model_copy(update={"lr": place.lr}),
         "train": run.train.model_copy(update=train),
     }

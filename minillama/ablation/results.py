@@ -28,6 +28,7 @@ from minillama.config.ablation import load_ablation
 from minillama.config.loading import read_yaml
 from minillama.errors import ConfigError, RunFolderError
 from minillama.training.metrics import read_metrics
+from minillama.training.stability import distance_to_collapse
 
 Floats = NDArray[np.float64]
 
@@ -38,14 +39,17 @@ COLUMNS = (
     *("grad_norm_max", "grad_norm_p99", "clipped_share", "threads", "config_hash"),
     *("weights_hash", "data_hash", "error"),
     *("training_seconds", "validation_seconds", "starting_seconds"),
-    "in_grid",
+    *("distance_to_collapse", "still_falling", "in_grid"),
 )
-"""The columns of ``cells.csv``.
+"""The columns of ``cells.csv``; ``in_grid``: whether the present config still has the cell.
 
-``in_grid`` is false for a finished cell of an earlier, wider config in the same folder.
+A value that is not known is empty.  ``grad_norm_max`` and ``grad_norm_p99`` are ``inf`` where a
+gradient was not finite, which readers of CSV take for the number.
 """
 
-ENDED = ("ok", "collapsed", "diverged")
+_TEXTS = ("arm", "fate", "run_dir", "config_hash", "weights_hash", "data_hash", "error")
+
+ENDED = ("ok", "undertrained", "collapsed", "diverged")
 """Fates of a run that ended by itself; ``crashed`` and ``unfinished`` ones did not."""
 
 SESSIONS_FILE = "sessions.json"
@@ -93,9 +97,19 @@ class Run:
         return math.isfinite(self.figure(key))
 
     @property
+    def distance_to_collapse(self) -> float:
+        """How far its loss lies above the line for "collapsed", in nats per token.
+
+        NaN without a loss.
+        """
+        return distance_to_collapse(self.figure("val_loss"), self.figure("unigram_entropy"))
+
+    @property
     def has_loss(self) -> bool:
         """Whether it ended with a loss worth drawing; that of a diverged run is far too large."""
-        return self.fate in ("ok", "collapsed") and math.isfinite(self.figure("val_loss"))
+        return self.fate in ("ok", "undertrained", "collapsed") and math.isfinite(
+            self.figure("val_loss")
+        )
 
     @property
     def ended(self) -> bool:
@@ -186,8 +200,12 @@ def read_results(folder: str | Path, read: RunReader | None = None) -> Results:
     if (folder / "config.yaml").is_file():
         config = read_yaml(folder / "config.yaml")
         name = str(config.get("name", folder.name))
-        lr = float(config.get("optim", {}).get("lr", math.nan))
-        run = read(folder, name, lr, int(config.get("train", {}).get("seed", 0)))
+        try:
+            lr = float(config.get("optim", {}).get("lr", math.nan))
+            seed = int(config.get("train", {}).get("seed", 0))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise RunFolderError(f"{folder / 'config.yaml'} is damaged: {error}") from None
+        run = read(folder, name, lr, seed)
         return Results(
             name, folder, (name,), {name: name}, (lr,), (run.seed,), 0.02, (run,), is_ablation=False
         )
@@ -200,11 +218,7 @@ def read_results(folder: str | Path, read: RunReader | None = None) -> Results:
 def _read_ablation(folder: Path, read: RunReader) -> Results:
     config = load_ablation(folder / "ablation.yaml")
     arms = {arm.name: arm for arm in arms_of(config)}
-    errors = {
-        Place(row["arm"], float(row["lr"]), int(row["seed"])): row.get("error") or ""
-        for row in _rows(folder / "cells.csv")
-        if row.get("fate") == "crashed"
-    }
+    errors = _crashes(folder / "cells.csv")
     runs, missing = [], []
     folders = cell_folders(places(config))
     for place, cell in folders.items():
@@ -243,12 +257,12 @@ def read_left_out(folder: Path, grid: Iterable[Path], read: RunReader | None = N
         RunFolderError: a summary is damaged.
     """
     read = read or read_run
-    named = {row.get("run_dir"): row["arm"] for row in _rows(folder / "cells.csv")}
+    named = {row.get("run_dir"): row.get("arm") or "" for row in _rows(folder / "cells.csv")}
     inside, found = set(grid), {}
     for summary in (folder / "cells").glob("*/lr-*/seed-*/summary.json"):
         cell = summary.parent.relative_to(folder)
         if cell not in inside:
-            arm = named.get(cell.as_posix(), cell.parts[1])
+            arm = named.get(cell.as_posix()) or cell.parts[1]
             with suppress(ValueError):  # not a folder that the grid has named
                 lr, seed = (part.partition("-")[2] for part in cell.parts[2:])
                 found[Place(arm, float(lr), int(seed))] = summary.parent
@@ -281,13 +295,27 @@ def read_run(
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         except ValueError as error:
             raise RunFolderError(f"{folder / 'summary.json'} is damaged: {error}") from None
+        _check_summary(summary, folder / "summary.json")
     if summary.get("finished"):
         fate = str(summary.get("fate", "ok"))
     else:
         fate = "unfinished" if crash is None else "crashed"
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
+    for section in ("model", "data", "optim", "train"):
+        if not isinstance(config.get(section, {}), Mapping):
+            raise RunFolderError(f"{folder / 'config.yaml'} is damaged: {section} has no fields")
     curves = read_curves(folder / "metrics.jsonl") if curves is None else curves
     return Run(arm, lr, seed, folder, fate, summary, config, curves, crash or "")
+
+
+def _check_summary(summary: Any, path: Path) -> None:
+    """Refuse a summary.json in which a program other than ours has left something else."""
+    if not isinstance(summary, dict):
+        raise RunFolderError(f"{path} is damaged: it holds no object")
+    for key in COLUMNS:
+        if key in _TEXTS or not isinstance(value := summary.get(key), str | list | dict):
+            continue
+        raise RunFolderError(f"{path} is damaged: {key} is {value!r:.40}, not a number")
 
 
 class CurveReader:
@@ -354,6 +382,7 @@ def table_row(run: Run, root: Path) -> dict[str, Any]:
         "clipped_share": gradients.clipped_share,
         "error": run.error or None,
         "in_grid": run.in_grid,
+        "distance_to_collapse": run.distance_to_collapse,
     }
     row = {column: known.get(column, run.summary.get(column)) for column in COLUMNS}
     return {key: None if value != value else value for key, value in row.items()}
@@ -369,18 +398,53 @@ def read_sessions(folder: Path) -> tuple[Session, ...]:
     if not path.is_file():
         return ()
     try:
-        return tuple(Session(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return tuple(
+            Session(
+                float(entry["seconds"]),
+                float(entry["preparing_seconds"]),
+                int(entry["workers"]),
+                int(entry["threads"]),
+            )
+            for entry in entries
+        )
+    except (KeyError, TypeError, ValueError) as error:
         raise RunFolderError(
             f"{path} is damaged: {error}; delete it, then the report leaves out the times"
         ) from None
 
 
+def _crashes(path: Path) -> dict[tuple[str, float, int], str]:
+    """Return the errors of the cells that crashed, by arm, learning rate and seed.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
+    try:
+        return {
+            (row["arm"], float(row["lr"]), int(row["seed"])): row.get("error") or ""
+            for row in _rows(path)
+            if row.get("fate") == "crashed"
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged_table(path, error) from None
+
+
 def _rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a cells.csv; none if there is no file."""
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
+    except (ValueError, csv.Error) as error:
+        raise _damaged_table(path, error) from None
+
+
+def _damaged_table(path: Path, error: Exception) -> RunFolderError:
+    return RunFolderError(
+        f"{path} is damaged: {error}; delete it, then `minillama ablate` writes it again"
+    )
 
 
 def _number(value: Any) -> float:

@@ -9,19 +9,27 @@ cache, and reported separately.
 from __future__ import annotations
 
 import os
-import random
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from minillama.ablation.grid import cells
 from minillama.ablation.results import read_results
 from minillama.ablation.runner import run
-from minillama.bench.timing import load_average, machine, quartiles, table
+from minillama.bench.timing import (
+    load_average,
+    machine,
+    quartiles,
+    ratios,
+    show_quartiles,
+    table,
+    take_turns,
+)
 from minillama.config.ablation import AblationConfig
 from minillama.data.prepare import prepare
 from minillama.errors import MinillamaError
@@ -56,27 +64,25 @@ def bench(
         starting a process, and ``later_start_s``, the median of those on a running worker; all
         with quartiles; ``machine``.
     """
-    machine_now, cores = machine(), max(threads)
+    load_before, cores = load_average(), max(threads)
     shares = [w for w in (1, 2, 4, 8) if w <= min(cores, N_CELLS)]
-    measured: dict[int, list[dict[str, float]]] = {workers: [] for workers in shares}
-    order, draw = list(shares), random.Random(0)
     with tempfile.TemporaryDirectory(prefix="minillama-") as name, _own_cache(Path(name)):
         folder, base = Path(name), BASE if base is None else base
         once = _pay_once(base, folder, cores)
-        for turn in range(rounds):
-            draw.shuffle(order)
-            for workers in order:
-                config = _grid(base, folder / f"{turn}-{workers}", workers, cores // workers)
-                measured[workers].append(_measure(config))
+
+        def measure(workers: int) -> dict[str, float]:
+            new = tempfile.mkdtemp(dir=folder)
+            return _measure(_grid(base, Path(new) / "grid", workers, cores // workers))
+
+        measured = take_turns({n: partial(measure, n) for n in shares}, rounds)
     rows = []
     for workers, runs in measured.items():
-        pairs = zip(runs, measured[1], strict=True)
         rows.append(
             {
                 "workers": workers,
                 "threads": cores // workers,
                 "rounds": rounds,
-                "ratio": quartiles([ours["wall_s"] / one["wall_s"] for ours, one in pairs]),
+                "ratio": ratios([r["wall_s"] for r in runs], [r["wall_s"] for r in measured[1]]),
                 **{key: quartiles([each[key] for each in runs]) for key in runs[0]},
             }
         )
@@ -85,13 +91,12 @@ def bench(
         "cells": N_CELLS,
         "once": once,
         "rows": rows,
-        "machine": machine_now | {"load_after": load_average()},
+        "machine": machine(load_before),
     }
 
 
 def show(result: Mapping[str, Any]) -> str:
     """Return the result of :func:`bench` as a text table."""
-    shown = "{median:.2f} ({low:.2f}–{high:.2f})".format
     lines = [
         ["workers", "threads of each", "rounds", "s", "over one worker", "overhead per cell, s"]
     ]
@@ -99,7 +104,7 @@ def show(result: Mapping[str, Any]) -> str:
     for row in result["rows"]:
         lines.append([str(row[key]) for key in ("workers", "threads", "rounds")])
         keys = ("wall_s", "ratio", "overhead_s", "first_start_s", "later_start_s")
-        lines[-1] += [shown(**row[key]) for key in keys]
+        lines[-1] += [show_quartiles(row[key]) for key in keys]
     once = result["once"]
     note = (
         f"before, once: {once['tokenization_s']:.1f} s of tokenization, "

@@ -9,7 +9,6 @@ server.
 from __future__ import annotations
 
 import json
-import random
 import statistics
 import tempfile
 import time
@@ -23,7 +22,16 @@ import xllamacpp
 from transformers import GenerationConfig
 
 from minillama.bench.peers import hf_llama
-from minillama.bench.timing import load_average, machine, quartiles, table, torch_threads
+from minillama.bench.timing import (
+    load_average,
+    machine,
+    quartiles,
+    ratios,
+    show_quartiles,
+    table,
+    take_turns,
+    torch_threads,
+)
 from minillama.config import RunConfig
 from minillama.data.tokenizer import ByteTokenizer
 from minillama.interop.gguf import export
@@ -49,12 +57,14 @@ def bench(
         ours over each, and ``batched``, the tokens/s of 16 prompts at once over one by one; ratios
         with quartiles; ``machine``.
     """
-    machine_now, rows = machine(), []
+    load_before, rows = load_average(), []
     with tempfile.TemporaryDirectory(prefix="minillama-") as folder:
         ours, file = _build(dict(model or STORIES15M), Path(folder), len(_PROMPT) + new_tokens)
         for n_threads in threads:
             with torch_threads(n_threads):
-                speeds = _take_turns(_contenders(ours, file, n_threads, new_tokens), rounds)
+                contenders = _contenders(ours, file, n_threads, new_tokens)
+                take_turns(contenders, 1)  # not counted
+                speeds = take_turns(contenders, rounds)
                 batched = [_batched_over_single(ours, new_tokens // 4) for _ in range(3)]
             rows.append(
                 {
@@ -63,9 +73,7 @@ def bench(
                     "new_tokens": new_tokens,
                     "tokens_per_s": {n: statistics.median(s) for n, s in speeds.items()},
                     "speedup": {
-                        name: quartiles([a / b for a, b in zip(speeds[OURS], s, strict=True)])
-                        for name, s in speeds.items()
-                        if name != OURS
+                        name: ratios(speeds[OURS], s) for name, s in speeds.items() if name != OURS
                     },
                     "batched": quartiles(batched),
                 }
@@ -74,20 +82,23 @@ def bench(
         "benchmark": "decode",
         "dtype": "float32",
         "rows": rows,
-        "machine": machine_now | {"load_after": load_average()},
+        "machine": machine(load_before),
     }
 
 
 def show(result: Mapping[str, Any]) -> str:
     """Return the result of :func:`bench` as a text table."""
-    shown = "{median:.2f} ({low:.2f}–{high:.2f})".format
     lines = [["threads", "rounds", *(f"{n} tokens/s" for n in (OURS, HF, LLAMA_CPP))]]
     lines[0] += [f"ours over {HF}", f"ours over {LLAMA_CPP}", "16 prompts over one by one"]
     for row in result["rows"]:
         speeds, speedup = row["tokens_per_s"], row["speedup"]
         lines.append([str(row["threads"]), str(row["rounds"])])
         lines[-1] += [f"{speeds[name]:.0f}" for name in (OURS, HF, LLAMA_CPP)]
-        lines[-1] += [shown(**speedup[HF]), shown(**speedup[LLAMA_CPP]), shown(**row["batched"])]
+        lines[-1] += [
+            show_quartiles(speedup[HF]),
+            show_quartiles(speedup[LLAMA_CPP]),
+            show_quartiles(row["batched"]),
+        ]
     return table("decoding, float32", "medians of each round's ratio (quartiles)", result, lines)
 
 
@@ -103,20 +114,6 @@ def _build(model: dict[str, int], folder: Path, length: int) -> tuple[Transforme
     save_checkpoint(folder / "checkpoint", ours, ByteTokenizer(), config)
     export(folder / "checkpoint", folder / "model.gguf", "f32")
     return ours, folder / "model.gguf"
-
-
-def _take_turns(
-    contenders: Mapping[str, Callable[[], float]], rounds: int
-) -> dict[str, list[float]]:
-    speeds: dict[str, list[float]] = {name: [] for name in contenders}
-    order, draw = list(contenders), random.Random(0)
-    for name in order:
-        contenders[name]()  # untimed
-    for _ in range(rounds):
-        draw.shuffle(order)
-        for name in order:
-            speeds[name].append(contenders[name]())
-    return speeds
 
 
 def _contenders(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from minillama import launch
 from minillama.bench.peers import hf_llama, hf_step
 from minillama.bench.step import Shape, our_step
-from minillama.bench.timing import load_average, machine, table
+from minillama.bench.timing import load_average, machine, table, take_turns
 from minillama.config import ModelConfig
 from minillama.model.transformer import Transformer
 
@@ -39,12 +40,13 @@ def bench(threads: Sequence[int] = (1,), rounds: int = 3, shape: Shape = SHAPE) 
         whole process, ``before_mib`` and ``step_s``; ``of_hf``, each peak over that of HF;
         ``machine``.
     """
-    machine_now, rows = machine(), []
+    load_before, rows = load_average(), []
     for n_threads in threads:
-        runs: dict[str, list[dict[str, float]]] = {OURS: [], RECOMPUTED: [], HF: []}
-        for _ in range(rounds):
-            for name, found in runs.items():
-                found.append(_in_its_own_process(name, n_threads, shape))
+        contenders = {
+            name: partial(_in_its_own_process, name, n_threads, shape)
+            for name in (OURS, RECOMPUTED, HF)
+        }
+        runs = take_turns(contenders, rounds)
         middle = {
             name: {key: statistics.median(run[key] for run in found) for key in found[0]}
             for name, found in runs.items()
@@ -57,7 +59,7 @@ def bench(threads: Sequence[int] = (1,), rounds: int = 3, shape: Shape = SHAPE) 
         "shape": shape._asdict(),
         "model": str(shape),
         "rows": rows,
-        "machine": machine_now | {"load_after": load_average()},
+        "machine": machine(load_before),
     }
 
 

@@ -15,7 +15,8 @@ from minillama.bench.timing import (
     alternate,
     load_average,
     machine,
-    quartiles,
+    ratios,
+    show_quartiles,
     table,
     torch_threads,
 )
@@ -47,7 +48,7 @@ def bench(
         ``means``: for each threads × direction × contender the geometric mean of the ratios over
         shapes and the greatest; ``machine``.
     """
-    machine_now = machine()
+    load_before = load_average()
     rows = []
     for n_threads in threads:
         with torch_threads(n_threads):
@@ -63,7 +64,7 @@ def bench(
         "compiled_kernel": load(torch.float32) is not None,
         "rows": rows,
         "means": _means(rows),
-        "machine": machine_now | {"load_after": load_average()},
+        "machine": machine(load_before),
     }
 
 
@@ -110,9 +111,7 @@ def _norm_row(
         "rounds": len(times[_OURS]),
         "time_us": {name: 1e6 * statistics.median(t) for name, t in times.items()},
         "ratio": {
-            name: quartiles([a / b for a, b in zip(times[_OURS], t, strict=True)])
-            for name, t in times.items()
-            if name not in (_OURS, _COPY)
+            name: ratios(times[_OURS], t) for name, t in times.items() if name not in (_OURS, _COPY)
         },
         "gb_per_s": moved / statistics.median(times[_OURS]) / 1e9,
         "copy_gb_per_s": 2 * tensor_bytes / statistics.median(times[_COPY]) / 1e9,
@@ -129,10 +128,10 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "threads": n_threads,
             "direction": direction,
             "contender": name,
-            "geometric_mean": math.exp(statistics.fmean(map(math.log, ratios))),
-            "greatest": max(ratios),
+            "geometric_mean": math.exp(statistics.fmean(map(math.log, medians))),
+            "greatest": max(medians),
         }
-        for (n_threads, direction, name), ratios in groups.items()
+        for (n_threads, direction, name), medians in groups.items()
     ]
 
 
@@ -142,9 +141,6 @@ def show(result: Mapping[str, Any]) -> str:
     head = ["threads", "rows×d", "direction", "rounds", "µs", "GB/s", "copy GB/s", *names]
     lines = []
     for row in result["rows"]:
-        ratios = [
-            "{median:.2f} ({low:.2f}–{high:.2f})".format(**row["ratio"][name]) for name in names
-        ]
         lines.append(
             [
                 str(row["threads"]),
@@ -154,7 +150,7 @@ def show(result: Mapping[str, Any]) -> str:
                 f"{row['time_us'][_OURS]:.0f}",
                 f"{row['gb_per_s']:.1f}",
                 f"{row['copy_gb_per_s']:.1f}",
-                *ratios,
+                *(show_quartiles(row["ratio"][name]) for name in names),
             ]
         )
     for mean in result["means"]:

@@ -22,7 +22,8 @@ from minillama.bench.timing import (
     alternate,
     load_average,
     machine,
-    quartiles,
+    ratios,
+    show_quartiles,
     table,
     torch_threads,
 )
@@ -74,7 +75,7 @@ def bench(
         that of our matrix products, ``speedup``, tokens/s over each peer's, all with quartiles;
         ``machine``.
     """
-    machine_now, rows = machine(), []
+    load_before, rows = load_average(), []
     for n_threads in threads:
         with torch_threads(n_threads):
             for shape in shapes:
@@ -84,14 +85,11 @@ def bench(
         "benchmark": "step",
         "dtype": "float32",
         "rows": rows,
-        "machine": machine_now | {"load_after": load_average()},
+        "machine": machine(load_before),
     }
 
 
 def _row(n_threads: int, shape: Shape, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    def ratio(above: str, below: str) -> dict[str, float]:
-        return quartiles([a / b for a, b in zip(times[above], times[below], strict=True)])
-
     peers = [name for name in times if name not in (OURS, PRODUCTS)]
     return {
         "threads": n_threads,
@@ -99,15 +97,14 @@ def _row(n_threads: int, shape: Shape, times: Mapping[str, Sequence[float]]) -> 
         "model": str(shape),
         "rounds": len(times[OURS]),
         "time_ms": {name: 1e3 * statistics.median(t) for name, t in times.items()},
-        "over_products": ratio(OURS, PRODUCTS),
-        "speedup": {name: ratio(name, OURS) for name in peers},
+        "over_products": ratios(times[OURS], times[PRODUCTS]),
+        "speedup": {name: ratios(times[name], times[OURS]) for name in peers},
     }
 
 
 def show(result: Mapping[str, Any]) -> str:
     """Return the result of :func:`bench` as a text table."""
     peers = list(result["rows"][0]["speedup"])
-    shown = "{median:.2f} ({low:.2f}–{high:.2f})".format
     lines = [
         ["threads", "model (V, B×T)", "rounds", "ms", "step / products"]
         + [f"tokens/s over {peer}" for peer in peers]
@@ -119,8 +116,8 @@ def show(result: Mapping[str, Any]) -> str:
                 row["model"],
                 str(row["rounds"]),
                 f"{row['time_ms'][OURS]:.1f}",
-                shown(**row["over_products"]),
-                *(shown(**row["speedup"][peer]) for peer in peers),
+                show_quartiles(row["over_products"]),
+                *(show_quartiles(row["speedup"][peer]) for peer in peers),
             ]
         )
     return table(

@@ -17,12 +17,38 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from minillama.formatting import text_table
+
+K = TypeVar("K")
+R = TypeVar("R")
+
+
+def take_turns(
+    contenders: Mapping[K, Callable[[], R]], rounds: int, seconds: float = 0.0
+) -> dict[K, list[R]]:
+    """Call every contender once a round, in a random order, and return what each returned.
+
+    Args:
+        contenders: what to call, by name.
+        rounds: how many, at least.
+        seconds: more rounds follow until this time has passed.
+    """
+    returned: dict[K, list[R]] = {name: [] for name in contenders}
+    order, draw = list(contenders), random.Random(0)
+    end = time.perf_counter() + seconds
+    for turn in itertools.count():
+        if turn >= rounds and time.perf_counter() >= end:
+            break
+        draw.shuffle(order)
+        for name in order:
+            returned[name].append(contenders[name]())
+    return returned
 
 
 def alternate(
@@ -31,32 +57,25 @@ def alternate(
     calls: int = 1,
     seconds: float = 0.0,
 ) -> dict[str, list[float]]:
-    """Time the contenders in turns.
+    """Return the seconds per call of each contender, one number a round (:func:`take_turns`).
 
-    Args:
-        contenders: what to call, by name.
-        rounds: samples of each, at least.
-        calls: calls in a sample.
-        seconds: more rounds follow until this time has passed.
-
-    Returns:
-        Seconds per call, as many for each contender as there were rounds, in their order.
+    ``calls`` are timed together, after one that is not timed.
     """
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    order, draw = list(contenders), random.Random(0)
-    end = time.perf_counter() + seconds
-    for turn in itertools.count():
-        if turn >= rounds and time.perf_counter() >= end:
-            break
-        draw.shuffle(order)
-        for name in order:
-            call = contenders[name]
+
+    def timed(call: Callable[[], object]) -> float:
+        call()
+        start = time.perf_counter()
+        for _ in range(calls):
             call()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            times[name].append((time.perf_counter() - start) / calls)
-    return times
+        return (time.perf_counter() - start) / calls
+
+    by_name = {name: partial(timed, call) for name, call in contenders.items()}
+    return take_turns(by_name, rounds, seconds)
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    """Return the :func:`quartiles` of the ratios of two contenders, round by round."""
+    return quartiles([a / b for a, b in zip(above, below, strict=True)])
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
@@ -65,6 +84,11 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
         return {"median": values[0], "low": values[0], "high": values[0]}
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "low": low, "high": high}
+
+
+def show_quartiles(values: Mapping[str, float]) -> str:
+    """Return what :func:`quartiles` returned as text: ``median (low–high)``."""
+    return "{median:.2f} ({low:.2f}–{high:.2f})".format(**values)
 
 
 @contextmanager
@@ -78,15 +102,16 @@ def torch_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def machine() -> dict[str, Any]:
-    """Return what a reader must know of the machine, and how busy it is."""
+def machine(load_before: float | None) -> dict[str, Any]:
+    """Return what a reader must know of the machine, and how busy it was before and is now."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "load": load_average(),
+        "load": load_before,
+        "load_after": load_average(),
     }
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from minillama.config.fields import Factor, NonNegativeFloat, Positive, PositiveFloat
 from minillama.config.loading import Section, derived, refuse
-from minillama.config.norms import NORM_KINDS, NormConfig
+from minillama.config.norms import NormConfig
 from minillama.errors import ConfigError, FieldError
 
 
@@ -78,10 +78,15 @@ class ModelConfig(Section):
         0.0, description="c in c·tanh(logits / c), which keeps logits below c (Gemma 2); 0: none"
     )
     tie_embeddings: bool = Field(True, description="the head shares the embedding's weights")
-    init: Literal["normal", "fan_in"] = Field(
+    attention_gate: Literal["none", "head", "element"] = Field(
+        "none",
+        description="multiply attention's output by σ(g_proj(x)), x being its input: one factor "
+        "for each head, or for each feature (Qwen3-Next; 2505.06708)",
+    )
+    init: Literal["normal", "plain_normal", "fan_in"] = Field(
         "normal",
         description="normal: std 0.02, o_proj and down_proj divided by √(2·n_layers); "
-        "fan_in: std 1/√fan_in",
+        "plain_normal: std 0.02, nothing divided (OLMo 2); fan_in: std 1/√fan_in",
     )
     norm: NormConfig = NormConfig()
 
@@ -110,8 +115,3 @@ class ModelConfig(Section):
         if self.vocab_size is None:
             raise ConfigError("model.vocab_size is not set; set it to the tokenizer's vocab_size")
         return self.vocab_size
-
-
-def advice(model: ModelConfig) -> list[str]:
-    """Return what is valid in ``model`` but makes a comparison unfair, one line each."""
-    return NORM_KINDS.get(model.norm.kind).advice(model)

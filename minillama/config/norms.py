@@ -140,6 +140,12 @@ class NormConfig(Section):
     qk_norm: Literal["none", "head", "full"] = Field(
         "none", description="RMSNorm of queries and keys before RoPE: per head, or over all heads"
     )
+    qk_unit_offset: bool = Field(
+        False, description="the gain of qk_norm is 1 + w, w starting at 0 (Qwen3-Next)"
+    )
+    v_norm: bool = Field(
+        False, description="RMSNorm of each head's values, without a gain (Gemma 3n, Gemma 4)"
+    )
     embed_norm: bool = Field(False, description="a norm after the embedding")
     final_norm: bool | None = Field(
         None, description="a norm before the head; default: as the placement says"
@@ -150,9 +156,20 @@ class NormConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> NormConfig:
-        if PLACEMENTS.get(self.placement).norms_qkv and self.qk_norm != "none":
-            rule = f"the {self.placement} placement norms q, k and v itself; leave this at none"
-            refuse([FieldError("qk_norm", self.qk_norm, rule, "placement")])
+        errors = []
+        placement = PLACEMENTS.get(self.placement)
+        norms_qkv = placement.norms_qkv
+        if (norms_qkv or placement.unit_weights) and self.qk_norm != "none":
+            what = "q, k and v" if norms_qkv else "q and k"
+            rule = f"the {self.placement} placement norms {what} itself; leave this at none"
+            errors.append(FieldError("qk_norm", self.qk_norm, rule, "placement"))
+        if norms_qkv and self.v_norm:
+            rule = f"the {self.placement} placement norms q, k and v itself; leave this at false"
+            errors.append(FieldError("v_norm", self.v_norm, rule, "placement"))
+        if self.qk_unit_offset and self.qk_norm == "none":
+            rule = "is about the gain of qk_norm; set that to head or full"
+            errors.append(FieldError("qk_unit_offset", self.qk_unit_offset, rule, "qk_norm"))
+        refuse(errors)
         return self
 
     @field_validator("kind")

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     Field,
@@ -58,6 +59,7 @@ from minillama.config.model import ModelConfig
 from minillama.config.norms import NormConfig
 from minillama.config.shipped import find_config
 from minillama.errors import ConfigError, FieldError
+from minillama.formatting import join_words
 from minillama.plugins import load_plugins
 
 BYTE_VOCAB_SIZE = 259  # unk, bos, eos and the 256 bytes
@@ -122,13 +124,39 @@ class PydocsSource(Section):
     kind: Literal["pydocs"]
 
 
+_TABLE_ENDINGS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
+_COMPRESSED_ENDINGS = {".gz", ".bz2", ".xz", ".zst"}
+
+
+def format_by_ending(name: str) -> str:
+    """Return the format that the ending of a file's name or URL stands for, else ``text``."""
+    path = PurePosixPath(urlsplit(name).path if "://" in name else name)
+    if path.suffix.lower() in _COMPRESSED_ENDINGS:
+        path = path.with_suffix("")
+    return _TABLE_ENDINGS.get(path.suffix.lower(), "text")
+
+
+def _format_of_files(source: dict[str, Any]) -> str:
+    formats = set(map(format_by_ending, source["files"]))
+    return formats.pop() if len(formats) == 1 else "text"
+
+
 class FilesSource(Section):
     """The user's own files, or URLs of files."""
 
     kind: Literal["files"]
     files: Annotated[list[PathText], Field(min_length=1)]
-    format: Literal["text", "json", "csv", "parquet"] = Field(
-        "text", description="text: each file is one document; else each row is one"
+    format: Literal["text", "json", "csv", "parquet"] = derived(
+        _format_of_files,
+        "text: each file is one document; else each row is one; default: by the names' endings "
+        "(.json, .jsonl, .ndjson, .csv, .tsv, .parquet, also compressed), else text",
     )
     text_field: str = Field("text", description="the column that holds the text (not for text)")
 
@@ -136,6 +164,15 @@ class FilesSource(Section):
     @classmethod
     def _one_is_a_list(cls, files: Any) -> Any:
         return [files] if isinstance(files, str) else files
+
+    @model_validator(mode="after")
+    def _check(self) -> FilesSource:
+        formats = {format_by_ending(name): name for name in self.files}
+        if len(formats) > 1 and "format" not in self.model_fields_set:
+            found = join_words(f"{name} ({kind})" for kind, name in formats.items())
+            rule = f"by their names these are files of several formats: {found}; set format"
+            refuse([FieldError("files", self.files, rule)])
+        return self
 
 
 class HubSource(Section):
@@ -184,10 +221,50 @@ class DataConfig(Section):
 # ------------------------------------------------------------------------------------- training
 
 
-class OptimConfig(Section):
-    """AdamW and its schedule."""
+class GroupConfig(Section):
+    """What differs for the parameters of one role (:mod:`minillama.model.roles`)."""
 
-    lr: PositiveFloat = Field(1e-3, description="the peak learning rate")
+    lr_factor: PositiveFloat = Field(1.0, description="times the learning rate of each step")
+    weight_decay: NonNegativeFloat | None = Field(
+        None, description="default: optim.weight_decay for matrices, 0 for the rest"
+    )
+
+
+class GroupsConfig(Section):
+    """The roles of parameters, each with a factor on its learning rate and a decay of its own."""
+
+    embed: GroupConfig | None = Field(None, description="the embedding; where tied, the head too")
+    head: GroupConfig | None = Field(None, description="the matrix before the logits")
+    hidden: GroupConfig | None = Field(None, description="the matrices of the blocks")
+    gains: GroupConfig | None = Field(
+        None, description="γ of norms; optim.decay_norms says which of them decay"
+    )
+    shifts: GroupConfig | None = Field(None, description="β of norms")
+    other: GroupConfig | None = Field(
+        None, description="single numbers: α of DyT and Derf, a of ReZero, the embedding's scale"
+    )
+
+
+_MOMENTA = {"muon": 0.95, "sgd": 0.9}
+
+
+def _betas(optim: dict[str, Any]) -> tuple[float, float]:
+    return (0.9, 0.99) if optim["kind"] == "lion" else (0.9, 0.95)
+
+
+class OptimConfig(Section):
+    """The optimizer and its schedule."""
+
+    kind: Literal["adamw", "muon", "sgd", "lion"] = Field(
+        "adamw",
+        description="muon: for the matrices of the blocks, AdamW for the rest; sgd: with momentum; "
+        "lion: the sign of a momentum",
+    )
+    lr: PositiveFloat = Field(
+        1e-3,
+        description="the peak learning rate; muon's is scaled so that its updates have the root "
+        "mean square of AdamW's",
+    )
     min_lr_ratio: Annotated[float, NotBool, Field(ge=0, le=1)] = Field(
         0.1, description="the last step's learning rate over the peak"
     )
@@ -196,13 +273,40 @@ class OptimConfig(Section):
         "cosine",
         description="after the warm-up; wsd holds the peak, then falls over the last fifth",
     )
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = Field(
-        0.1, description="decoupled, on matrices only: never on norms, gains or biases"
+    betas: tuple[Beta, Beta] = derived(
+        _betas, "of adamw, lion and muon's AdamW; default: 0.9 and 0.95, lion's 0.9 and 0.99"
     )
+    eps: PositiveFloat = Field(1e-8, description="of adamw and muon's AdamW")
+    momentum: Beta | None = derived(
+        lambda optim: _MOMENTA.get(optim["kind"]), "of muon and sgd; default: 0.95 and 0.9"
+    )
+    weight_decay: NonNegativeFloat = Field(
+        0.1,
+        description="decoupled (sgd's is an L2 penalty), on matrices only: never on shifts, on the "
+        "gains of norms only with decay_norms",
+    )
+    decay_norms: Literal["none", "input", "output", "all"] = Field(
+        "none",
+        description="norms whose gains decay: those before a sub-layer or the head, those behind a "
+        "sub-layer, or all; decay draws a gain to 0, with norm.options.unit_offset to 1",
+    )
+    groups: GroupsConfig = GroupsConfig()
     grad_clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0: no clipping")
     z_loss: NonNegativeFloat = Field(0.0, description="weight of mean (log Z)² in the loss")
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimConfig:
+        errors = []
+        if self.momentum is not None and self.kind not in _MOMENTA:
+            rule = f"{self.kind} has no such field, but optim.betas; leave this out"
+            errors.append(FieldError("momentum", self.momentum, rule, "kind"))
+        gains = self.groups.gains
+        if gains is not None and gains.weight_decay and self.decay_norms == "none":
+            rule = "no norm's gain decays; set optim.decay_norms: all, input or output"
+            path = "groups.gains.weight_decay"
+            errors.append(FieldError(path, gains.weight_decay, rule, "decay_norms"))
+        refuse(errors)
+        return self
 
 
 class TrainConfig(Section):
@@ -237,8 +341,9 @@ class TrainConfig(Section):
     recompute: bool = Field(
         False,
         description="activation checkpointing: keep only each block's input and run it again in "
-        "the backward pass, and on a CPU return freed memory to the system; less memory, a "
-        "quarter to a third more time",
+        "the backward pass: about half the memory for a quarter to a third more time, on a CPU for "
+        "about half more, since it also returns what is freed to the system "
+        "(MALLOC_MMAP_THRESHOLD_ in the environment overrides that)",
         json_schema_extra=RESUMABLE,
     )
     parallel: Literal["none", "ddp", "fsdp"] = Field(
@@ -298,10 +403,19 @@ class RunConfig(Section):
         description="a checkpoint to begin from: its model, but for what is set here of model.norm "
         "and model.max_seq_len, and its tokenizer",
     )
-    loggers: list[Literal["tensorboard"]] = Field(
+    loggers: list[Literal["tensorboard", "trackio", "wandb", "csv"]] = Field(
         default_factory=list,
-        description="besides metrics.jsonl, which is always written",
+        description="besides metrics.jsonl, which is always written; csv: metrics.csv",
         json_schema_extra=NO_EFFECT,
+    )
+    group: Name | None = Field(
+        None,
+        description="under which trackio and wandb show runs together; an ablation's name in its "
+        "cells",
+        json_schema_extra=NO_EFFECT,
+    )
+    arm: Name | None = Field(
+        None, description="the arm of a cell, set by its ablation", json_schema_extra=NO_EFFECT
     )
     model: ModelConfig = ModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -322,7 +436,10 @@ class RunConfig(Section):
             rule = f"is above model.max_seq_len = {self.model.max_seq_len}; lower it or raise that"
             errors.append(FieldError("data.seq_len", self.data.seq_len, rule, "model.max_seq_len"))
         if self.optim.warmup_steps > self.train.steps:
-            rule = f"the warm-up is longer than the run, train.steps = {self.train.steps}"
+            rule = (
+                f"the warm-up is longer than the run, train.steps = {self.train.steps}; set "
+                f"optim.warmup_steps={self.train.steps // 10} too, or raise that"
+            )
             errors.append(
                 FieldError("optim.warmup_steps", self.optim.warmup_steps, rule, "train.steps")
             )
@@ -332,6 +449,15 @@ class RunConfig(Section):
                 "train.micro_batch_size", self.train.micro_batch_size, rule, "train.batch_size"
             )
             errors.append(micro)
+        if self.optim.kind == "muon" and self.train.parallel == "fsdp":
+            rule = (
+                "updates each matrix as a whole, and train.parallel = fsdp splits it; set ddp, or "
+                "another kind"
+            )
+            errors.append(FieldError("optim.kind", "muon", rule, "train.parallel"))
+        if self.optim.groups.head is not None and self.model.tie_embeddings and not self.init_from:
+            rule = "the head is the embedding (model.tie_embeddings); set optim.groups.embed"
+            errors.append(FieldError("optim.groups.head", "set", rule, "model.tie_embeddings"))
         size, needed = self.model.vocab_size, self.tokenizer.vocab_size
         if size is not None and needed is not None and size < needed and self.init_from is None:
             rule = f"is smaller than the tokenizer's {needed} ids; leave it out"
@@ -349,6 +475,7 @@ OWNED_BY_KIND = {
     "model.rope_scaling": Owned(None),
     "tokenizer": Owned(("vocab_size", "path"), "bpe"),
     "model.norm": Owned(("options",), NormConfig.model_fields["kind"].default),
+    "optim": Owned(("betas", "momentum"), "adamw"),
 }
 """The settings that an override of a section's ``kind`` drops."""
 
@@ -413,6 +540,8 @@ def without_derived(raw: Mapping[str, Any]) -> dict[str, Any]:
         for section, model in _WITH_DERIVED.items()
         for name, formula in model.derived_fields().items()
     }
+    if not isinstance(get_path(raw, "data.source.files"), list):
+        del formulas["data.source.format"]  # another kind of source
     if any(get_path(raw, path) is None for path in formulas):
         return rest
     for path, formula in formulas.items():
@@ -425,6 +554,7 @@ def without_derived(raw: Mapping[str, Any]) -> dict[str, Any]:
 _WITH_DERIVED: dict[str, type[Section]] = {
     "": RunConfig,
     "tokenizer": TokenizerConfig,
+    "data.source": FilesSource,
     "model": ModelConfig,
     "train": TrainConfig,
 }

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from minillama.config.run import FilesSource
+from minillama.config.run import FilesSource, format_by_ending
 from minillama.data.split import Piece, Pieces, Place
 from minillama.errors import DataError, SourceUnreachableError
 from minillama.files import atomic_file, cache_folder, lock
@@ -58,9 +58,18 @@ _NOT_TEXT = {
     b"\x1f\x8b": "gzip, whose name should end in .gz",
     b"\xfd7zXZ": "xz, whose name should end in .xz",
     b"\x28\xb5\x2f\xfd": "Zstandard, whose name should end in .zst",
-    b"PK\x03\x04": "a zip archive, which has to be unpacked",
     b"PAR1": "Parquet, for data.source.format=parquet",
+    b"\xd0\xcf\x11\xe0": "an old Office document, whose text has to be saved as a .txt file",
 }
+"""How files begin that are no UTF-8, and what they are."""
+_DOCUMENTS = {
+    b"PK\x03\x04": "a zip archive, as .docx, .odt and .epub are too",
+    b"%PDF-": "a PDF",
+    b"{\\rtf": "RTF",
+    b"SQLite format 3\0": "an SQLite database",
+}
+"""How files begin that may be valid UTF-8 and yet are not plain text."""
+_MOST_NULS = 0.1  # share of NUL characters in a text; that of ASCII saved as UTF-16 is a half
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 _URL_TIMEOUT = 10.0  # seconds without an answer
@@ -174,6 +183,12 @@ class TextFiles:
     """
 
     def __init__(self, paths: list[Path]) -> None:
+        for path in paths:
+            if (kind := format_by_ending(path.name)) != "text":
+                _warn_once(
+                    f"{path} is read as plain text with all its markup; data.source.format={kind} "
+                    "reads the column data.source.text_field of its rows"
+                )
         sizes = [path.stat().st_size for path in paths]
         total = sum(sizes)
         self.n_parts = count_parts(total)
@@ -209,7 +224,7 @@ class TextFiles:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    """Log ``message`` when a file is read for the first time, to train the tokenizer perhaps."""
+    """Log ``message`` once, though a file is opened for the tokenizer and again for its ids."""
     _LOGGER.warning("%s", message)
 
 
@@ -297,17 +312,31 @@ def _finish_character(file: io.BufferedReader, data: bytes) -> bytes:
 
 
 def _piece(path: Path, offset: int, data: bytes, *, ends: bool) -> Piece:
+    for sign, kind in _DOCUMENTS.items():
+        if not offset and data.startswith(sign):
+            raise DataError(f"{path} is {kind}, not plain text; extract its text into a .txt file")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         found = offset + error.start
         looks = [kind for sign, kind in _NOT_TEXT.items() if not offset and data.startswith(sign)]
+        if is_compressed(path) and looks:
+            raise DataError(
+                f"{path} holds no UTF-8 text; what is in it looks like {looks[0].split(',')[0]}: "
+                "was it compressed twice?"
+            ) from None
         raise DataError(
             f"{path} is not UTF-8 at byte {found}; it looks like {looks[0]}"
             if looks and looks[0] != "UTF-16"
             else f"{path} is not UTF-8 at byte {found}{'; it looks like UTF-16' * len(looks)}; "
             "save it as UTF-8, e.g. with iconv -f ENCODING -t UTF-8"
         ) from None
+    if data.count(0) > _MOST_NULS * len(data):
+        raise DataError(
+            f"{path} is not plain text: from byte {offset} on it has {data.count(0)} NUL "
+            f"characters among {len(data)}; if it is UTF-16, save it as UTF-8, e.g. with "
+            "iconv -f UTF-16 -t UTF-8"
+        )
     text = text if offset else text.removeprefix("\ufeff")
     return Piece(text.replace("\r\n", "\n"), begins=offset == 0, ends=ends)
 

@@ -46,6 +46,8 @@ class JsonTokenizer(Tokenizer):
         TokenizerError: the bytes are no such file, or the package is missing.
     """
 
+    kind = "json"
+
     def __init__(self, content: bytes) -> None:
         if tokenizers is None:
             raise TokenizerError(
@@ -115,6 +117,7 @@ class JsonTokenizer(Tokenizer):
 class NoTokenizer(Tokenizer):
     """The tokenizer of a model that came without one: only ids can be used."""
 
+    kind = "none"
     unk_id, bos_id, eos_id = 0, 1, 2
 
     def __init__(self, vocab_size: int) -> None:

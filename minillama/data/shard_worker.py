@@ -30,9 +30,7 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
         for part in parts:
-            shards = writer.write_part(part, lambda *written: answer("report", *written))
-            answer("part", part, shards)
-        answer("done")
+            writer.write_part(part, lambda *written: answer("report", *written))
     except (MinillamaError, OSError) as error:
         answer("error", error)
 

@@ -70,6 +70,10 @@ class Shard(BaseModel):
     next: Resume | None
 
 
+def _ignore(tokens: int, shards: int) -> None:
+    """Report nothing."""
+
+
 class _Item(NamedTuple):
     piece: Piece | None  # None: a document without text
     is_held_out: bool
@@ -126,9 +130,10 @@ class ShardWriter:
 
             try:
                 if workers > 1:
-                    parts = _write_in_processes(self, workers, report)
-                else:
-                    parts = [self.write_part(part, report) for part in range(self.stream.n_parts)]
+                    _write_in_processes(self, workers, report)
+                # Of what workers have written, only the records are read here.
+                rest = _ignore if workers > 1 else report
+                parts = [self.write_part(part, rest) for part in range(self.stream.n_parts)]
             except SourceUnreachableError as error:
                 raise SourceUnreachableError(
                     f"{error}; {n_shards} finished shards are kept in {self.folder}: run the same "
@@ -252,41 +257,38 @@ class _TokenFile:
 # where that script prepares data outside of `if __name__ == "__main__"`.
 #
 #     stdin   a pickled (ShardWriter, parts); the worker ends when stdin does
-#     stdout  pickled messages: ("report", tokens, shards), ("part", number, shards), ("done",)
+#     stdout  pickled messages: ("report", tokens, shards), ("error", exception)
+#     files   the shards and their records, which the parent reads in the end
 
-_Messages = queue.SimpleQueue[tuple[int, tuple[Any, ...]]]
+_Messages = queue.SimpleQueue[tuple[Any, ...]]
 
 
-def _write_in_processes(writer: ShardWriter, workers: int, report: Report) -> list[list[Shard]]:
+def _write_in_processes(writer: ShardWriter, workers: int, report: Report) -> None:
     messages: _Messages = queue.SimpleQueue()
-    written: dict[int, list[Shard]] = {}
-    running = set(range(workers))
     with ExitStack() as stack:
-        for worker in running:
+        for worker in range(workers):
             parts = range(worker, writer.stream.n_parts, workers)
-            stack.enter_context(_worker(worker, pickle.dumps((writer, parts)), messages))
+            stack.enter_context(_worker(pickle.dumps((writer, parts)), messages))
+        running = workers
         while running:
-            worker, (kind, *content) = messages.get()
+            kind, *content = messages.get()
             if kind == "report":
                 report(*content)
-            elif kind == "part":
-                written[content[0]] = content[1]
-            elif kind == "done":
-                running.discard(worker)
             elif kind == "error":
                 raise content[0]
-            elif worker in running:
+            elif content == [0]:
+                running -= 1
+            else:
                 raise MinillamaError(
                     "a process that prepared data was killed, perhaps for lack of memory; "
                     f"finished shards are kept in {writer.folder}: run the same command again "
                     "with fewer data.workers"
                 )
-    return [written[part] for part in range(writer.stream.n_parts)]
 
 
 @contextmanager
-def _worker(number: int, job: bytes, messages: _Messages) -> Iterator[None]:
-    """Run a process whose messages go to ``messages`` with its number, ("ended",) being the last.
+def _worker(job: bytes, messages: _Messages) -> Iterator[None]:
+    """Run a process whose messages go to ``messages``, ("ended", exit status) being the last.
 
     It is killed when the body ends.
     """
@@ -300,8 +302,9 @@ def _worker(number: int, job: bytes, messages: _Messages) -> Iterator[None]:
                 process.stdin.write(job)
                 process.stdin.flush()
                 while True:
-                    messages.put((number, pickle.load(process.stdout)))
-            messages.put((number, ("ended",)))
+                    messages.put(pickle.load(process.stdout))
+            process.stdout.close()  # a worker that still writes ends here
+            messages.put(("ended", process.wait()))
 
         thread = threading.Thread(target=exchange, daemon=True)
         thread.start()

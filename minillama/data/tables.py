@@ -13,7 +13,7 @@ import glob
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import datasets
@@ -169,12 +169,15 @@ def open_files(source: FilesSource) -> Tables:
 
 
 def _open_file(format: str, name: str) -> Any:
+    options: dict[str, Any] = _CSV_OPTIONS if format == "csv" else {}
+    if format == "csv" and ".tsv" in PurePath(name).suffixes:
+        options = {**options, "sep": "\t"}
     return datasets.load_dataset(
         format,
         data_files=name if is_url(name) else glob.escape(name),
         split="train",
         streaming=True,
-        **(_CSV_OPTIONS if format == "csv" else {}),
+        **options,
     )
 
 

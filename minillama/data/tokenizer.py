@@ -44,6 +44,7 @@ _LOGGER = logging.getLogger("minillama")
 class ByteTokenizer(Tokenizer):
     """One id per UTF-8 byte: byte b is id b + 3, after unk, bos and eos."""
 
+    kind = "byte"
     vocab_size = BYTE_VOCAB_SIZE
     unk_id, bos_id, eos_id = UNK_ID, BOS_ID, EOS_ID
     sha256 = hashlib.sha256(b"minillama byte tokenizer, id = byte + 3").hexdigest()
@@ -72,6 +73,8 @@ class SentencePieceTokenizer(Tokenizer):
     Raises:
         TokenizerError: the bytes are no model, or it lacks bos or eos.
     """
+
+    kind = "bpe"
 
     def __init__(self, model: bytes) -> None:
         check_type("model", model, bytes)

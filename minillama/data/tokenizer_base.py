@@ -14,6 +14,7 @@ class Tokenizer(ABC):
     """Text to ids and back; can be pickled.
 
     Attributes:
+        kind: the ``tokenizer.kind`` of a config.
         vocab_size: how many ids there are.
         unk_id: the id of unknown text.
         bos_id: the id that begins a document or a prompt.
@@ -21,6 +22,7 @@ class Tokenizer(ABC):
         sha256: the sha256 (hex) of all that decides which ids a text gets.
     """
 
+    kind: str
     vocab_size: int
     unk_id: int
     bos_id: int

@@ -67,7 +67,12 @@ _RMSNORM = {
     "norm.options.partial": 1.0,
     "norm.options.bias": False,
 }
-_EVERYWHERE = {"norm.embed_norm": False, "norm.final_norm": True}
+_EVERYWHERE = {
+    "norm.qk_unit_offset": False,
+    "norm.v_norm": False,
+    "norm.embed_norm": False,
+    "norm.final_norm": True,
+}
 
 CARRIED = frozenset(
     (

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from minillama import __version__
 from minillama.config import RunConfig
-from minillama.config.loading import check
 from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from minillama.data.imported_tokenizers import NoTokenizer
 from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
@@ -34,9 +33,17 @@ from minillama.interop.architectures import (
 )
 from minillama.interop.gguf_file import GGUFFile, read_header
 from minillama.interop.hf_tokenizer import SPECIAL_NAMES, byte_pieces, exportable_pieces
-from minillama.interop.importing import build, claim, refuse_misfits, save_imported, shapes_of
+from minillama.interop.importing import (
+    build,
+    check_model,
+    claim,
+    refuse_misfits,
+    save_imported,
+)
 from minillama.interop.sentencepiece_proto import Kind, Piece, write_pieces
+from minillama.model.folding import fold_scales
 from minillama.model.rope import inverse_frequencies
+from minillama.model.sizes import absurd_sizes, misfits
 from minillama.model.transformer import Transformer
 from minillama.training.checkpoint import load_checkpoint
 from minillama.training.checkpoint_folders import resolve_checkpoint
@@ -91,6 +98,8 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
         raise ConfigError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
     folder = resolve_checkpoint(checkpoint)
     model, tokenizer, config = load_checkpoint(folder)
+    model = fold_scales(model)
+    config = config.model_copy(update={"model": model.config})
     row = architecture_of(config.model, "llama.cpp")
     out = Path(out)
     file = out if out.suffix == ".gguf" else out / f"{config.name}-{dtype}.gguf"
@@ -261,18 +270,8 @@ def _read_config(header: GGUFFile) -> tuple[ModelConfig, Architecture]:
     shape["rope_theta"] = raw.get("rope.freq_base", 10_000.0)
     shape["tie_embeddings"] = _is_tied(header, row)
     shape["norm"] = norm_section(row, _shortest_decimal(raw.get(row.gguf_eps)))
-    try:
-        config = check(ModelConfig, shape, str(header.path))
-    except ConfigError as error:
-        theirs_of = {**dict(MODEL_KEYS), "norm.eps": row.gguf_eps}
-        errors += [
-            FieldError(theirs_of.get(f.path, f.path), f.value, f.rule) for f in error.field_errors
-        ]
-    if errors:
-        raise CheckpointError(
-            f"this model cannot be imported: {ConfigError.of(str(header.path), errors)}"
-        )
-    return config, row
+    theirs_of = {**dict(MODEL_KEYS), "norm.eps": row.gguf_eps}
+    return check_model(shape, theirs_of, errors, str(header.path)), row
 
 
 def _shortest_decimal(value: Any) -> Any:
@@ -314,20 +313,11 @@ def _is_tied(header: GGUFFile, row: Architecture) -> bool:
 
 
 def _read_model(header: GGUFFile, config: ModelConfig, row: Architecture) -> Transformer:
-    shapes = shapes_of(config, len(header.tensors), header.path)
+    refuse_misfits(absurd_sizes(config, len(header.tensors)), header.path)
     names = weight_names(row, config, "llama.cpp")
-    optional = {"output.weight"} if row.needs_head and config.tie_embeddings else set()
-    errors = [f"{theirs} is missing" for theirs in names.values() if theirs not in header.tensors]
-    errors += [
-        f"{theirs} has no place in the model"
-        for theirs in header.tensors
-        if theirs not in {*names.values(), *optional}
-    ]
-    for ours, theirs in names.items():
-        info = header.tensors.get(theirs)
-        if info is not None and info.shape != shapes[ours]:
-            errors.append(f"{theirs} is {info.shape}, the metadata say {shapes[ours]}")
-    refuse_misfits(errors, header.path)
+    second_head = {"output.weight"} if row.needs_head and config.tie_embeddings else set()
+    shapes = {n: info.shape for n, info in header.tensors.items() if n not in second_head}
+    refuse_misfits(misfits(config, shapes, names), header.path)
     weights = {}
     for ours, theirs in names.items():
         array = header.read(theirs)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from minillama.config.loading import check
 from minillama.config.model import LinearRopeScaling, Llama3RopeScaling, ModelConfig
-from minillama.errors import CheckpointError, ConfigError, FieldError
+from minillama.errors import CheckpointError, FieldError
 from minillama.interop.architectures import ARCHITECTURES, DEFAULTS, Architecture, norm_section
+from minillama.interop.importing import check_model
 
 MODEL_FIELDS: tuple[tuple[str, str], ...] = (
     ("vocab_size", "vocab_size"),
@@ -106,17 +106,9 @@ def read(raw: Mapping[str, Any], where: str) -> tuple[ModelConfig, Architecture]
     shape = {ours: raw.get(theirs, defaults.get(theirs)) for ours, theirs in MODEL_FIELDS}
     eps = row.fixed_eps if row.eps is None else raw.get(row.eps, defaults[row.eps])
     known = {key: value for key, value in shape.items() if value is not None}
-    try:
-        config = check(ModelConfig, {**known, **rope, "norm": norm_section(row, eps)}, where)
-    except ConfigError as error:
-        theirs_of = {**dict(MODEL_FIELDS), "norm.eps": row.eps or ""}
-        errors += [
-            FieldError(theirs_of.get(f.path, f.path), f.value, f.rule) for f in error.field_errors
-        ]
-    if errors:
-        lines = ConfigError.of(where, errors)
-        raise CheckpointError(f"this model cannot be imported: {lines}")
-    return config, row
+    section = {**known, **rope, "norm": norm_section(row, eps)}
+    theirs_of = {**dict(MODEL_FIELDS), "norm.eps": row.eps or ""}
+    return check_model(section, theirs_of, errors, where), row
 
 
 def _row_of(raw: Mapping[str, Any], where: str) -> Architecture:

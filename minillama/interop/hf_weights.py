@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from minillama.config import ModelConfig
 from minillama.errors import CheckpointError
 from minillama.interop.architectures import Architecture, weight_names
-from minillama.interop.importing import build, refuse_misfits, shapes_of
+from minillama.interop.importing import build, refuse_misfits
+from minillama.model.sizes import absurd_sizes, misfits
 from minillama.model.transformer import Transformer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -71,14 +72,24 @@ def read_model(folder: Path, config: ModelConfig, row: Architecture) -> Transfor
                     where[name] = opened
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file} is damaged: {error}") from None
-        shapes = shapes_of(config, len(where), folder)
+        refuse_misfits(absurd_sizes(config, len(where)), folder)
         names = weight_names(row, config, "transformers")
         # Some programs save a head that is the embedding a second time.
         tied_head = (
             "lm_head.weight" if config.tie_embeddings and "lm_head.weight" in where else None
         )
-        headers = {name: opened.get_slice(name) for name, opened in where.items()}
-        refuse_misfits(list(_misfits(headers, names, shapes, tied_head)), folder)
+        headers = {
+            name: opened.get_slice(name)
+            for name, opened in where.items()
+            if name != tied_head and not _BUFFERS.fullmatch(name)
+        }
+        errors = misfits(config, {name: h.get_shape() for name, h in headers.items()}, names)
+        errors += [
+            f"{name} is {header.get_dtype()}, not one of {', '.join(_DTYPES)}"
+            for name, header in headers.items()
+            if name in names.values() and header.get_dtype() not in _DTYPES
+        ]
+        refuse_misfits(errors, folder)
         weights = {
             ours: where[theirs].get_tensor(theirs).to(torch.float32)
             for ours, theirs in names.items()
@@ -115,24 +126,3 @@ def _files(folder: Path) -> list[Path]:
             "transformers"
         )
     raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX}")
-
-
-def _misfits(
-    headers: Mapping[str, Any],
-    names: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    tied_head: str | None,
-) -> Iterator[str]:
-    """Yield what is wrong with the weights, each by its name."""
-    known = {*names.values(), tied_head}
-    yield from (f"{theirs} is missing" for theirs in names.values() if theirs not in headers)
-    for theirs in headers:
-        if theirs not in known and not _BUFFERS.fullmatch(theirs):
-            yield f"{theirs} has no place in the model"
-    for ours, theirs in names.items():
-        if (header := headers.get(theirs)) is not None:
-            shape = tuple(header.get_shape())
-            if shape != shapes[ours]:
-                yield f"{theirs} is {shape}, the config says {shapes[ours]}"
-            if header.get_dtype() not in _DTYPES:
-                yield f"{theirs} is {header.get_dtype()}, not one of {', '.join(_DTYPES)}"

@@ -3,7 +3,8 @@
     checkpoint ─export─▶ config.json  model.safetensors  tokenizer.json  tokenizer_config.json
                          tokenizer.model  generation_config.json  README.md  ─import─▶ checkpoint
 
-Only the names of weights change, and their dtype if asked for.
+Only the names of weights change, and their dtype if asked for; scales are folded into gains where
+that gives a model which transformers has (:mod:`minillama.model.folding`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from minillama.interop.hf_tokenizer import (
 from minillama.interop.hf_weights import WEIGHTS, read_json, read_model
 from minillama.interop.importing import claim, save_imported
 from minillama.interop.model_card import model_card
+from minillama.model.folding import fold_scales
 from minillama.training.checkpoint import load_checkpoint
 from minillama.training.checkpoint_folders import resolve_checkpoint
 
@@ -69,9 +71,10 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
         raise ConfigError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
     folder = resolve_checkpoint(checkpoint)
     model, tokenizer, config = load_checkpoint(folder)
-    row = architecture_of(config.model, "transformers")
+    model = fold_scales(model)
+    row = architecture_of(model.config, "transformers")
     ours_to_weight = model.state_dict()
-    names = weight_names(row, config.model, "transformers")
+    names = weight_names(row, model.config, "transformers")
     weights = {theirs: ours_to_weight[ours].to(DTYPES[dtype]) for ours, theirs in names.items()}
     ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     padding = None
@@ -80,7 +83,7 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str | None = None) ->
         padding = tokenizer.unk_id
     files: dict[str, Any] = {
         "config.json": {
-            **hf_config.write(config.model, row),
+            **hf_config.write(model.config, row),
             **ids,
             "pad_token_id": None,
             "dtype": dtype,

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillama.config import ModelConfig, RunConfig
-from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
-from minillama.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from minillama.config.loading import check
+from minillama.data.imported_tokenizers import NoTokenizer
 from minillama.data.tokenizer_base import Tokenizer
-from minillama.errors import CheckpointError, ConfigError
+from minillama.errors import CheckpointError, ConfigError, FieldError
 from minillama.files import explain_write_errors
 from minillama.interop.architectures import Architecture
-from minillama.model.sizes import absurd_sizes
 from minillama.model.transformer import Transformer
 from minillama.training.checkpoint import save_checkpoint
-
-KINDS: dict[type, str] = {
-    SentencePieceTokenizer: "bpe",
-    ByteTokenizer: "byte",
-    JsonTokenizer: "json",
-    NoTokenizer: "none",
-}
-"""``tokenizer.kind`` of each class."""
 
 
 def claim(out: Path) -> None:
@@ -43,21 +36,32 @@ def claim(out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
 
 
-def shapes_of(config: ModelConfig, n_tensors: int, where: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight of a model of ``config``, by its name.
+def check_model(
+    section: Mapping[str, Any],
+    theirs_of: Mapping[str, str],
+    errors: Sequence[FieldError],
+    where: str,
+) -> ModelConfig:
+    """Return the model that a ``section`` of config describes.
 
-    It allocates nothing, whatever the config says: sizes beyond any model, or beyond what
-    ``n_tensors`` tensors can hold, are refused first.
+    Args:
+        section: by our names of fields.
+        theirs_of: the names of fields in the file ``where``, by ours.
+        errors: found before, by their names.
 
     Raises:
-        CheckpointError: a size is absurd; the message names all of them, and the file ``where``.
+        CheckpointError: there are errors; the message has all of them, by their names.
     """
-    errors = absurd_sizes(config, n_tensors)
-    if errors:
-        raise CheckpointError(f"{where}: {'; '.join(errors)}")
-    with torch.device("meta"):
-        model = Transformer(config.model_copy(update={"max_seq_len": 1}))
-    return {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    found = list(errors)
+    try:
+        config = check(ModelConfig, section, where)
+    except ConfigError as error:
+        found += [
+            FieldError(theirs_of.get(f.path, f.path), f.value, f.rule) for f in error.field_errors
+        ]
+    if found:
+        raise CheckpointError(f"this model cannot be imported: {ConfigError.of(where, found)}")
+    return config
 
 
 def refuse_misfits(errors: list[str], where: Path) -> None:
@@ -97,13 +101,12 @@ def save_imported(
             f"the tokenizer of {name} has {tokenizer.vocab_size} ids, more than the model's "
             f"vocabulary of {shape.vocab_size}; it belongs to another model"
         )
-    kind = KINDS[type(tokenizer)]
     config = RunConfig.model_validate(
         {
             "name": re.sub(r"[^A-Za-z0-9._=+-]+", "-", name).lstrip("-._=+") or "imported",
             "out_dir": str(out),
             "model": shape,
-            "tokenizer": {"kind": kind, "vocab_size": tokenizer.vocab_size},
+            "tokenizer": {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size},
             "data": {"seq_len": min(128, shape.max_seq_len)},
         }
     )
@@ -114,6 +117,6 @@ def save_imported(
     if isinstance(tokenizer, NoTokenizer):
         return f"{summary}; no usable tokenizer was found, so it takes token ids only"
     return (
-        f"{summary}, {kind} tokenizer of {tokenizer.vocab_size} ids; generate text with: "
+        f"{summary}, {tokenizer.kind} tokenizer of {tokenizer.vocab_size} ids; generate text with: "
         f"minillama generate {out}"
     )

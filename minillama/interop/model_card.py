@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from minillama import __version__
 from minillama.config import RunConfig
 from minillama.interop.architectures import Architecture
+from minillama.training.metrics import read_metrics
 
 
 def model_card(checkpoint: Path, config: RunConfig, row: Architecture, dtype: str) -> str:
@@ -68,23 +67,11 @@ def _metrics(checkpoint: Path) -> dict[str, str]:
         return {}
     step = int(number)
     rows = {"Step": str(step)}
-    for line in _mappings(run / "metrics.jsonl"):
+    metrics = run / "metrics.jsonl"
+    for line in read_metrics(metrics) if metrics.is_file() else ():
         loss, bits = line.get("val_loss"), line.get("val_bits_per_byte")
         if line.get("step") == step and isinstance(loss, float):
             rows["Validation loss"] = f"{loss:.4f} nats per token"
             if isinstance(bits, float):
                 rows["Bits per byte"] = f"{bits:.4f}"
     return rows
-
-
-def _mappings(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the mappings in a file of JSON lines, the last of which may be incomplete."""
-    if not file.is_file():
-        return
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            yield entry

@@ -26,13 +26,14 @@ class Decoder:
     model reads as it trains.
 
     Args:
-        model: must not change while this is used.
+        model: only its weights may change while this is used, and only in place.
         cache: with the tokens before; its rows must not change either.
     """
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
         self._model, self._cache = model, cache
-        self._fused = _fused(model, cache)
+        self._shifted: list[tuple[Tensor, Tensor]] = []  # gains 1 + w, each with its w
+        self._fused = _fused(model, cache, self._shifted)
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:
@@ -45,36 +46,46 @@ class Decoder:
         if model.embed_scale is not None:
             x_BD *= model.embed_scale
         rotation = model.rope(cache.positions(1), x_BD.dtype)
+        for gain, weight in self._shifted:  # weights may be changed in place between two tokens
+            torch.add(weight, 1, out=gain)
         logits_BV = self._fused.read(x_BD, rotation, cache.length)
         cache.advance(1)
         cap = model.config.logit_softcap
         return cap * torch.tanh(logits_BV / cap) if cap else logits_BV
 
 
-def _fused(model: Transformer, cache: KVCache) -> FusedDecoder | None:
-    """Return the blocks for the C kernel; None if it does not support them."""
+def _fused(
+    model: Transformer, cache: KVCache, shifted: list[tuple[Tensor, Tensor]]
+) -> FusedDecoder | None:
+    """Return the blocks for the C kernel; None if it does not support them.
+
+    Gains that are not a norm's weight itself are added to ``shifted``, with the weight.
+    """
     if (
         any(map(is_hooked, model.modules()))
         or type(model) is not Transformer
         or type(model.embed) is not nn.Embedding
+        or model.embed.max_norm is not None
         or type(model.embed_norm) is not nn.Identity
         or not model.head_is_plain
     ):
         return None
-    layers = []
-    for index, block in enumerate(model.blocks):
-        layer = _layer(block, cache, index)
+    layers, eps = [], model.config.norm.eps
+    for block in model.blocks:
+        layer = _layer(block, cache, eps, shifted)
         if layer is None:
             return None
         layers.append(layer)
-    gain, eps = _gain(model.final_norm, cache.k_LBGSK.dtype), model.config.norm.eps
+    gain = _gain(model.final_norm, cache.k_LBGSK.dtype, eps, shifted)
     head = model.head_weight.detach()
     if gain is None or not FusedDecoder.fits(layers, gain, head, cache.pad_B):
         return None
     return FusedDecoder(layers, gain, head, eps, cache.pad_B)
 
 
-def _layer(block: nn.Module, cache: KVCache, index: int) -> Layer | None:
+def _layer(
+    block: nn.Module, cache: KVCache, eps: float, shifted: list[tuple[Tensor, Tensor]]
+) -> Layer | None:
     if type(block) is not Block:
         return None
     attention, mlp = block.attention, block.mlp
@@ -86,31 +97,40 @@ def _layer(block: nn.Module, cache: KVCache, index: int) -> Layer | None:
         block.mlp_output_norm,
         block.mlp_residual_norm,
     )
+    attention_norms = (attention.q_norm, attention.k_norm, attention.v_norm)
     projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     projections += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     dtype = cache.k_LBGSK.dtype
-    attention_gain = _gain(block.attention_input_norm, dtype)
-    mlp_gain = _gain(block.mlp_input_norm, dtype)
+    attention_gain = _gain(block.attention_input_norm, dtype, eps, shifted)
+    mlp_gain = _gain(block.mlp_input_norm, dtype, eps, shifted)
     if (
         attention_gain is None
         or mlp_gain is None
         or not all(type(norm) is nn.Identity for norm in around)
         or not all(type(projection) is Linear for projection in projections)
-        or attention.qk_norm != "none"
-        or attention.qkv_norm
+        or not all(type(norm) is nn.Identity for norm in attention_norms)
+        or attention.g_proj is not None
         or (block.s, block.alpha, block.a) != (1, 1, None)
     ):
         return None
     q, k, v, o, gate, up, down = (projection.weight.detach() for projection in projections)
-    keys, values = cache.k_LBGSK[index], cache.v_LBGSK[index]
+    keys, values = cache.k_LBGSK[attention.layer], cache.v_LBGSK[attention.layer]
     return Layer(attention_gain, q, k, v, o, mlp_gain, gate, up, down, keys, values)
 
 
-def _gain(norm: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """Return the gain of an RMSNorm over all features; None for any other norm."""
+def _gain(
+    norm: nn.Module, dtype: torch.dtype, eps: float, shifted: list[tuple[Tensor, Tensor]]
+) -> Tensor | None:
+    """Return the gain of an RMSNorm with this ε over all features; None for any other norm."""
     if type(norm) is not RMSNorm or norm.n_measured < norm.dim or norm.bias is not None:
+        return None
+    if norm.eps != eps:  # a norm that was put in after the model was built
         return None
     if norm.weight is None:
         return torch.ones(norm.dim, dtype=dtype)
-    gain = norm.weight.detach()
-    return 1 + gain if norm.unit_offset else gain
+    weight = norm.weight.detach()
+    if not norm.unit_offset:
+        return weight
+    gain = 1 + weight
+    shifted.append((gain, weight))
+    return gain

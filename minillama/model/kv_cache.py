@@ -48,6 +48,11 @@ class KVCache:
                     f"pad_B of {pad_B.dtype} and shape {tuple(pad_B.shape)}: must be one whole "
                     f"number for each of the {batch} rows"
                 )
+            if not pad_B.is_meta and bool(((pad_B < 0) | (pad_B >= capacity)).any()):
+                raise ConfigError(
+                    f"pad_B = {pad_B.tolist()}: must be at least 0 and below the capacity, "
+                    f"{capacity}"
+                )
         shape = (config.n_layers, batch, config.n_kv_heads, capacity, config.head_dim)
         self.k_LBGSK = torch.zeros(shape, dtype=dtype, device=device)
         self.v_LBGSK = torch.zeros(shape, dtype=dtype, device=device)

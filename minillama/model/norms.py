@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, create_model
 from torch import Tensor, nn
 
-from minillama.arguments import check_type, finite_number
+from minillama.arguments import check_flag, check_type, finite_number
 from minillama.config.loading import Section
 from minillama.config.norms import NORM_KINDS, NormConfig, NormKind
 from minillama.errors import ConfigError
@@ -38,6 +38,9 @@ BuildT = TypeVar("BuildT", bound=Callable[..., nn.Module])
 
 NORM_BUILDERS: Registry[Callable[..., nn.Module]] = Registry(NORM_KINDS.what)
 """The class, or function, that builds each kind of :data:`minillama.config.norms.NORM_KINDS`."""
+
+SITES = ("", "attention", "mlp", "embed", "final")
+"""Where a norm may be used; empty: not said."""
 
 _NORM_CLASSES: set[type[nn.Module]] = set()
 """The class of every norm that was registered or built."""
@@ -71,7 +74,18 @@ def _checked_start(name: str, value: float) -> float:
     return finite_number(name, value, "must be a finite number above 0", positive=True)
 
 
+def _check_flags(**flags: bool) -> None:
+    for name, value in flags.items():
+        check_flag(name, value)
+
+
+def _check_site(site: str) -> None:
+    if site not in SITES:
+        raise ConfigError(f"site = {site!r}: must be one of {', '.join(map(repr, SITES))}")
+
+
 def _check_width(x: Tensor, dim: int) -> None:
+    check_type("x", x, Tensor)
     if x.shape[-1:] != (dim,):
         raise ValueError(
             f"a norm of {dim} features was given x of shape {tuple(x.shape)}; build it for the "
@@ -118,6 +132,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.eps, self.unit_offset = _checked_dim(dim), _checked_eps(eps), unit_offset
+        _check_flags(affine=affine, unit_offset=unit_offset, bias=bias)
         rule = "must be above 0 and at most 1"
         if finite_number("partial", partial, rule, positive=True) > 1:
             raise ConfigError(f"partial = {partial!r}: {rule}")
@@ -174,6 +189,7 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.eps = _checked_dim(dim), _checked_eps(eps)
+        _check_flags(affine=affine, bias=bias)
         self.register_parameter("weight", nn.Parameter(torch.ones(dim)) if affine else None)
         has_bias = affine and bias
         self.register_parameter("bias", nn.Parameter(torch.zeros(dim)) if has_bias else None)
@@ -260,6 +276,8 @@ class DyT(nn.Module):
         site: str = "",
     ) -> None:
         super().__init__()
+        _check_flags(bias=bias)
+        _check_site(site)
         start = _checked_start("alpha", alpha)
         if alpha_attention is not None:
             in_attention = _checked_start("alpha_attention", alpha_attention)
@@ -296,6 +314,7 @@ class Derf(nn.Module):
 
     def __init__(self, dim: int, *, alpha: float = 0.5, bias: bool = True) -> None:
         super().__init__()
+        _check_flags(bias=bias)
         self.alpha = nn.Parameter(torch.tensor(_checked_start("alpha", alpha)))
         self.shift = nn.Parameter(torch.tensor(0.0))
         self.weight = nn.Parameter(torch.ones(_checked_dim(dim)))
@@ -343,14 +362,24 @@ def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable
     where it has no default.
 
     Raises:
-        ConfigError: the name is empty or taken.
+        ConfigError: the name is empty or taken, or what is decorated takes no number of features.
+        TypeError: a name, formula or source is no str, or what is decorated cannot be called.
     """
-    check_type("name", name, str)
+    for what, text in (("name", name), ("formula", formula), ("source", source)):
+        check_type(what, text, str)
     if not name.strip():
         raise ConfigError("a norm's name must not be empty")
 
     def register(build: BuildT) -> BuildT:
-        parameters = list(inspect.signature(build, eval_str=True).parameters.values())[1:]
+        if not callable(build):
+            raise TypeError(f"a norm is built by a class or a function, not by {build!r}")
+        parameters = list(inspect.signature(build, eval_str=True).parameters.values())
+        first = parameters.pop(0) if parameters else None
+        if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+            raise ConfigError(
+                f"the norm {name!r} has no first parameter for the number of features; begin with "
+                "def __init__(self, dim: int, ...)"
+            )
         options: dict[str, Any] = {
             p.name: (
                 Any if p.annotation is p.empty else p.annotation,
@@ -373,15 +402,34 @@ def build_norm(config: NormConfig, dim: int, site: str = "") -> nn.Module:
 
     Raises:
         UnknownNameError: no such kind is registered.
+        ConfigError: ``dim`` or ``site`` is wrong.
+        TypeError: a registered function returns no module.
     """
     check_type("config", config, NormConfig)
+    _checked_dim(dim)
+    _check_site(site)
     build = NORM_BUILDERS.get(config.kind)
     parameters = inspect.signature(build).parameters
     given = {"eps": config.eps, "site": site}
     wanted = {name: value for name, value in given.items() if name in parameters}
     norm = build(dim, **wanted, **config.options)
+    check_type(f"what builds the norm {config.kind!r} must return a module: it", norm, nn.Module)
     _NORM_CLASSES.add(type(norm))  # a function may return any module
     return norm
+
+
+@torch.no_grad()
+def multiply_gain(norm: nn.Module, factor: float) -> None:
+    """Multiply the gain that ``norm`` starts with; one without a gain is left as it is."""
+    if factor == 1:
+        return
+    if isinstance(norm, ScaleNorm):
+        norm.g.mul_(factor)
+        return
+    gain = getattr(norm, "weight", None)
+    if isinstance(gain, nn.Parameter):
+        offset = 1 if isinstance(norm, RMSNorm) and norm.unit_offset else 0
+        gain.copy_((gain + offset) * factor - offset)
 
 
 def norm_parameter_names(model: nn.Module) -> set[str]:

@@ -70,6 +70,11 @@ class RotaryEmbedding(nn.Module):
         whole_number("max_seq_len", max_seq_len, 1)
         if whole_number("head_dim", head_dim, 2) % 2:
             raise ConfigError(f"head_dim = {head_dim}: must be even, since features turn in pairs")
+        if scaling is not None and not isinstance(scaling, LinearRopeScaling | Llama3RopeScaling):
+            raise TypeError(
+                "scaling must be a LinearRopeScaling or a Llama3RopeScaling, not "
+                f"{type(scaling).__name__}"
+            )
         finite_number("theta", theta, "must be a finite number above 0", positive=True)
         with torch.device("cpu"):
             angle = torch.outer(

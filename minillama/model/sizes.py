@@ -1,10 +1,13 @@
-"""Check the sizes in a config against the weights of a file, before anything is built."""
+"""Check the weights of a file against a config, before memory is allocated for a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from minillama.config import ModelConfig
+from minillama.model.transformer import Transformer
 
 MAX_SIZE = 1 << 24
 """Larger than any field of any real model."""
@@ -31,23 +34,35 @@ def absurd_sizes(config: ModelConfig, n_tensors: int) -> list[str]:
     return errors
 
 
-def misfits(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return where the matrices that a model is mostly made of differ from ``config``.
+def misfits(
+    config: ModelConfig,
+    shapes: Mapping[str, Sequence[int]],
+    names: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Return what keeps weights of these ``shapes`` from being those of a model of ``config``.
 
-    Where this and :func:`absurd_sizes` find nothing, the model needs no more memory than a few
-    times what ``shapes``, of weights by our names, take.
+    It allocates nothing, whatever the config says.
+
+    Args:
+        config: of the model.
+        shapes: by name.
+        names: what each of our names is called in ``shapes``; None: the same.
     """
-    dim, head_dim = config.dim, config.head_dim
-    expected: dict[str, tuple[int, ...]] = {"embed.weight": (config.known_vocab_size, dim)}
-    for layer in range(config.n_layers):
-        block = f"blocks.{layer}"
-        expected[f"{block}.attention.q_proj.weight"] = (config.n_heads * head_dim, dim)
-        expected[f"{block}.attention.k_proj.weight"] = (config.n_kv_heads * head_dim, dim)
-        expected[f"{block}.mlp.gate_proj.weight"] = (config.ffn_dim, dim)
-    return [
-        f"{name} is {tuple(shapes[name])}, the model needs {needed}"
-        if name in shapes
-        else f"{name} is missing"
-        for name, needed in expected.items()
-        if name not in shapes or tuple(shapes[name]) != needed
+    if errors := absurd_sizes(config, len(shapes)):
+        return errors
+    try:
+        with torch.device("meta"):
+            model = Transformer(config.model_copy(update={"max_seq_len": 1}))
+    except RuntimeError as error:  # more numbers than 64 bits can count
+        return [f"the config is too large for any machine ({error})"]
+    needed = {
+        name if names is None else names[name]: tuple(weight.shape)
+        for name, weight in model.state_dict().items()
+    }
+    errors = [f"{name} is missing" for name in needed if name not in shapes]
+    errors += [f"{name} is not in the model" for name in shapes if name not in needed]
+    return errors + [
+        f"{name} is {tuple(shapes[name])}, the model needs {shape}"
+        for name, shape in needed.items()
+        if name in shapes and tuple(shapes[name]) != shape
     ]

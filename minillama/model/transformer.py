@@ -30,7 +30,8 @@ from minillama.model.kernels import (
 )
 from minillama.model.kv_cache import KVCache
 from minillama.model.mlp import MLP
-from minillama.model.norms import build_norm, norm_parameter_names
+from minillama.model.ngpt import LearnedScale, normalise_weights, scale_rows
+from minillama.model.norms import build_norm, multiply_gain, norm_parameter_names
 from minillama.model.projection import Linear, are_plain
 from minillama.model.rope import RotaryEmbedding, Rotation
 
@@ -38,10 +39,13 @@ from minillama.model.rope import RotaryEmbedding, Rotation
 class Block(nn.Module):
     """Attention, then MLP: x ← residual_norm(α·x + a·output_norm(f(s·input_norm(x)))) for each f.
 
-    The placement determines which of the norms exist and what s, α and a are.
+    The placement determines which of the norms exist and what s, α and a are; where x is
+    interpolated (nGPT), α = 1 − a with an a for each sub-layer.
     """
 
     a: nn.Parameter | None
+    attention_step: LearnedScale | None
+    mlp_step: LearnedScale | None
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -59,8 +63,15 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.mlp_output_norm = norm(around_mlp.output, "mlp")
         self.mlp_residual_norm = norm(around_mlp.residual, "mlp")
+        multiply_gain(self.attention_output_norm, slots.output_gain)
+        multiply_gain(self.mlp_output_norm, around_mlp.output_gain)
         self.s, self.alpha = slots.s, slots.alpha
         self.register_parameter("a", nn.Parameter(torch.zeros(())) if slots.gated else None)
+        self.attention_step = self.mlp_step = None
+        if slots.interpolated:
+            self.attention_step, self.mlp_step = (
+                LearnedScale(config.dim, start=0.05, stored=config.dim**-0.5) for _ in range(2)
+            )
 
     def forward(
         self,
@@ -70,14 +81,22 @@ class Block(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """Add the output of both sub-layers to the residual stream."""
-        s, alpha, a = self.s, self.alpha, self.a
+        s, (alpha, a) = self.s, self._residual_scales(self.attention_step)
         h = self.attention(_times(s, self.attention_input_norm(x_BTD)), rotation, cache, mask)
         x_BTD = _times(alpha, x_BTD) + _times(a, self.attention_output_norm(h))
         x_BTD = self.attention_residual_norm(x_BTD)
+        alpha, a = self._residual_scales(self.mlp_step)
         h = self.mlp(_times(s, self.mlp_input_norm(x_BTD)))
         x_BTD = _times(alpha, x_BTD) + _times(a, self.mlp_output_norm(h))
         y_BTD: Tensor = self.mlp_residual_norm(x_BTD)
         return y_BTD
+
+    def _residual_scales(self, step: LearnedScale | None) -> tuple[Tensor | float, Tensor | None]:
+        """Return α and a."""
+        if step is None:
+            return self.alpha, self.a
+        a_D = step().abs()
+        return 1 - a_D, a_D
 
 
 def _times(scale: Tensor | float | None, x: Tensor) -> Tensor:
@@ -105,6 +124,7 @@ class Transformer(nn.Module):
     """
 
     embed_scale: nn.Parameter | None
+    logit_scale: LearnedScale | None
     recompute: bool = False
     """Keep only each block's input for the backward pass, and run the block again there: memory for
     activations falls to about one block's, for one more forward pass (Chen 2016, 1604.06174)."""
@@ -135,6 +155,9 @@ class Transformer(nn.Module):
         self.final_norm = build_norm(norm, config.dim, "final") if has_final_norm else nn.Identity()
         if not config.tie_embeddings:
             self.lm_head = Linear(config.dim, vocab_size)
+        self.logit_scale = None
+        if self.has_unit_weights:
+            self.logit_scale = LearnedScale(vocab_size, start=1.0, stored=config.dim**-0.5)
         initialise(self, seed)
 
     def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -144,7 +167,7 @@ class Transformer(nn.Module):
 
         Raises:
             ValueError: ``tokens`` are not whole numbers of shape (B, T), they are more than
-                ``max_seq_len`` positions, or the cache has no room for them.
+                ``max_seq_len`` positions, or the cache has no room for them or for the blocks.
             IndexError: an id is not in the vocabulary (as torch checks it: on a CPU).
         """
         return self.head(self.hidden(tokens_BT, cache))
@@ -159,6 +182,8 @@ class Transformer(nn.Module):
                 f"{n_before + n_tokens} positions are more than "
                 f"max_seq_len = {self.config.max_seq_len}; give fewer tokens"
             )
+        if cache is not None:
+            self._check_layers(cache)
         if cache is None:
             positions, mask = torch.arange(n_tokens, device=tokens_BT.device), None
         else:
@@ -176,6 +201,17 @@ class Transformer(nn.Module):
             cache.advance(n_tokens)
         y_BTD: Tensor = self.final_norm(x_BTD)
         return y_BTD
+
+    def _check_layers(self, cache: KVCache) -> None:
+        """Refuse blocks that were shared, copied or added so that two have one place in a cache."""
+        attentions = [getattr(block, "attention", None) for block in self.blocks]
+        layers = [a.layer for a in attentions if isinstance(a, Attention)]
+        n_places = len(cache.k_LBGSK)
+        if len(set(layers)) < len(layers) or max(layers, default=0) >= n_places:
+            raise ValueError(
+                f"the blocks have attention.layer = {layers}, by which the cache keeps their keys "
+                f"and values: they must differ, and be below config.n_layers = {n_places}"
+            )
 
     def _embedded(self, tokens_BT: Tensor) -> Tensor:
         try:
@@ -196,7 +232,12 @@ class Transformer(nn.Module):
         if self.head_is_plain:
             return linear(x_BTD, self.head_weight)
         logits: Tensor = self.lm_head(x_BTD)
-        return logits
+        return logits if self.logit_scale is None else logits * self.logit_scale()
+
+    @property
+    def has_unit_weights(self) -> bool:
+        """Whether :func:`~minillama.model.ngpt.normalise_weights` belongs after each update."""
+        return PLACEMENTS.get(self.config.norm.placement).unit_weights
 
     @property
     def head_is_plain(self) -> bool:
@@ -206,7 +247,8 @@ class Transformer(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """The matrix (V, D) that maps hidden states to logits."""
-        return self.embed.weight if self.config.tie_embeddings else self.lm_head.weight
+        weight = self.embed.weight if self.config.tie_embeddings else self.lm_head.weight
+        return scale_rows(weight, self.logit_scale)
 
     def loss_sums(self, tokens_BT: Tensor, targets_BT: Tensor, z_loss: float = 0.0) -> LossSums:
         """Sum −log p(target), in nats, over the targets that are not −100.
@@ -220,6 +262,7 @@ class Transformer(nn.Module):
             IndexError: an id or a target is not in the vocabulary.
         """
         _check_tokens(tokens_BT)
+        check_type("targets", targets_BT, Tensor)
         if targets_BT.shape != tokens_BT.shape or targets_BT.dtype not in _ID_DTYPES:
             raise ValueError(
                 f"targets of {targets_BT.dtype} and shape {tuple(targets_BT.shape)}: must have "
@@ -227,7 +270,7 @@ class Transformer(nn.Module):
             )
         if not 0 <= z_loss < math.inf:
             raise ValueError(f"z_loss = {z_loss}: must be a finite number of at least 0")
-        targets_N = targets_BT.flatten()
+        targets_N = targets_BT.flatten().long()
         options = LossOptions(z_loss, self.config.logit_softcap)
         x_ND = self.hidden(tokens_BT).flatten(0, 1)
         if self.head_is_plain:
@@ -279,8 +322,9 @@ def initialise(model: Transformer, seed: int) -> None:
     """Draw every matrix, each from a generator seeded by (seed, its name) alone.
 
     ``normal``: std 0.02, and 0.02 / √(2·n_layers) for o_proj and down_proj, which write to the
-    residual stream (Radford 2019, GPT-2).  ``fan_in``: std 1 / √fan_in; an embedding counts as the
-    head.  A placement may divide some of them further (DeepNorm).
+    residual stream (Radford 2019, GPT-2).  ``plain_normal``: std 0.02 everywhere (OLMo 2,
+    2501.00656).  ``fan_in``: std 1 / √fan_in; an embedding counts as the head.  A placement may
+    divide some of them further (DeepNorm), or normalise them (nGPT).
     """
     divisor = PLACEMENTS.get(model.config.norm.placement).init_divisor(model.config.n_layers)
     norms = norm_parameter_names(model)
@@ -291,7 +335,8 @@ def initialise(model: Transformer, seed: int) -> None:
             std = weight.shape[1] ** -0.5
         else:
             writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = 0.02 / math.sqrt(2 * model.config.n_layers) if writes else 0.02
+            divided = writes and model.config.init == "normal"
+            std = 0.02 / math.sqrt(2 * model.config.n_layers) if divided else 0.02
         if name.split(".")[-2] in _DEEPNORM_SCALED:
             std /= divisor
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
@@ -301,3 +346,5 @@ def initialise(model: Transformer, seed: int) -> None:
         # Dtype and device are given, so that torch's defaults change no weight.
         drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
         weight.copy_(drawn.normal_(0.0, std, generator=generator))
+    if model.has_unit_weights:
+        normalise_weights(model)

@@ -2,7 +2,8 @@
 
     weights     4 bytes per parameter: float32, also under bfloat16 autocast
     gradients   4 bytes per parameter
-    optimizer   8 bytes per parameter: AdamW's two means (optim.py)
+    optimizer   8 bytes per parameter: AdamW's two means (optim.py); 4 where there is one momentum:
+                Lion, SGD, and the matrices of the blocks under Muon
     copies      of weights that the backward pass reads again: cast by autocast, or packed so that
                 one product does for several matrices
     activations what the forward pass keeps for the backward pass
@@ -35,7 +36,7 @@ from minillama.config.run import TrainConfig
 from minillama.model.kernels.cross_entropy import CHUNK_NUMBERS, CHUNK_ROWS
 from minillama.model.rope import RotaryEmbedding
 from minillama.model.transformer import Block, Transformer
-from minillama.plan.parameters import block_matrices, count_parameters, layer_kinds
+from minillama.plan.parameters import Parameters, block_matrices, count_parameters, layer_kinds
 
 Parallel = Literal["none", "ddp", "fsdp"]
 
@@ -260,6 +261,17 @@ def loss_bytes(config: ModelConfig, n_tokens: int, how: Execution, *, z_loss: bo
     return FLOAT32 * ((1 + more) * rows * config.known_vocab_size + head + n_tokens * config.dim)
 
 
+def _moments(config: RunConfig, count: Parameters) -> int:
+    """Return how many numbers the optimizer keeps."""
+    kind = config.optim.kind
+    if kind == "sgd" and not config.optim.momentum:
+        return 0
+    if kind in ("sgd", "lion"):
+        return count.total
+    by_muon = count.attention + count.mlp if kind == "muon" else 0
+    return 2 * count.total - by_muon
+
+
 def micro_batch(config: RunConfig, n_ranks: int = 1) -> int:
     """Return the windows in a forward pass of one rank."""
     share = max(1, config.train.batch_size // n_ranks)
@@ -301,7 +313,7 @@ def estimate_memory(
     return Memory(
         weights=FLOAT32 * share,
         gradients=FLOAT32 * share,
-        optimizer=2 * FLOAT32 * share,
+        optimizer=FLOAT32 * -(-_moments(config, count) // shards),
         copies=round(copies),
         activations=round(n_tokens * kept.per_token),
         loss=loss_bytes(model, n_tokens, how, z_loss=config.optim.z_loss > 0),

@@ -37,7 +37,9 @@ class Parameters:
 def block_matrices(config: ModelConfig) -> tuple[int, int]:
     """Return the parameters of the matrices of one block's attention and MLP."""
     heads = 2 * config.n_heads + 2 * config.n_kv_heads  # q, o; k, v
-    return config.dim * heads * config.head_dim, 3 * config.dim * config.ffn_dim
+    gates = {"none": 0, "head": 1, "element": config.head_dim}[config.attention_gate]
+    attention = config.dim * (heads * config.head_dim + config.n_heads * gates)
+    return attention, 3 * config.dim * config.ffn_dim
 
 
 def layer_kinds(config: ModelConfig) -> list[tuple[int, int]]:
@@ -55,7 +57,7 @@ def _without_scales(slots: Slots | None) -> Slots | None:
     if slots is None:
         return None
     s, alpha = float(slots.s != 1), float(slots.alpha != 1)
-    return replace(slots, s=s, alpha=alpha, mlp=_without_scales(slots.mlp))
+    return replace(slots, s=s, alpha=alpha, output_gain=1.0, mlp=_without_scales(slots.mlp))
 
 
 def count_parameters(config: ModelConfig) -> Parameters:
@@ -83,6 +85,8 @@ def count_parameters(config: ModelConfig) -> Parameters:
     parts["embedding"] = config.known_vocab_size * config.dim
     parts["head"] = 0 if config.tie_embeddings else parts["embedding"]
     parts["other"] += config.embed_scale == "learned"
+    if PLACEMENTS.get(config.norm.placement).unit_weights:
+        parts["other"] += config.known_vocab_size  # a scale for each logit
     return Parameters(**parts)
 
 

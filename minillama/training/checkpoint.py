@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minillama.config import RunConfig
+from minillama.config import ModelConfig, RunConfig
 from minillama.config.loading import check
 from minillama.config.run import load_plugins_of
 from minillama.data.tokenizer import load_tokenizer
@@ -36,7 +37,7 @@ from minillama.data.tokenizer_base import Tokenizer
 from minillama.errors import CheckpointError, ConfigError, MinillamaError
 from minillama.files import explain_write_errors, new_folder, sha256_of_file
 from minillama.model.norms import norm_parameter_names
-from minillama.model.sizes import absurd_sizes, misfits
+from minillama.model.sizes import misfits
 from minillama.model.transformer import Transformer
 from minillama.training.checkpoint_folders import (
     CONFIG,
@@ -152,7 +153,7 @@ def load_checkpoint(
     checkpoint = read_checkpoint(path)
     with torch.device("cpu"):  # torch's default device and dtype change no model
         model = Transformer(checkpoint.config.model).float()
-    load_weights(model, checkpoint.weights, checkpoint.folder)
+    model.load_state_dict(checkpoint.weights)
     return model.to(target).eval(), checkpoint.tokenizer, checkpoint.config
 
 
@@ -188,9 +189,7 @@ def _read(folder: Path, for_resume: bool) -> Checkpoint:
     if nonfinite:
         more = f" and {len(nonfinite) - 3} more" if len(nonfinite) > 3 else ""
         raise CheckpointError(f"{file} contains NaN or inf in {', '.join(nonfinite[:3])}{more}")
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
-    errors = absurd_sizes(config.model, len(weights)) or misfits(config.model, shapes)
-    _refuse(errors, folder)  # before memory is allocated for the model
+    _refuse_misfits(config.model, weights, folder)
     tokenizer = _read_tokenizer(folder, config, sums)
     state = _read_trainer_state(folder, sums) if for_resume else {}
     return Checkpoint(folder, config, weights, tokenizer, state)
@@ -287,9 +286,10 @@ def _suggest_sound_one(damaged: Path) -> str:
                 _read(folder, for_resume=True)
             except MinillamaError:
                 continue
-            return (
-                f"; the newest sound checkpoint beside it is {folder}, which a run resumes from "
-                f"with --resume-from {folder}"
+            run = folder.parent.parent
+            resume = shlex.join(("minillama", "train", str(run), "--resume-from", str(folder)))
+            return f"; the newest sound checkpoint beside it is {folder}" + (
+                f"; continue from it: {resume}" if (run / "config.yaml").is_file() else ""
             )
     return "; there is no other beside it"
 
@@ -297,25 +297,9 @@ def _suggest_sound_one(damaged: Path) -> str:
 # ------------------------------------------------------------------------------- weights, optimizer
 
 
-def load_weights(model: Transformer, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy ``weights``, read from ``folder``, into ``model``.
-
-    Raises:
-        CheckpointError: names or shapes differ; the message lists them.
-    """
-    own = model.state_dict()
-    errors = [f"{name} is missing" for name in own if name not in weights]
-    errors += [f"{name} is not in the model" for name in weights if name not in own]
-    errors += [
-        f"{name} is {tuple(weights[name].shape)}, the model needs {tuple(tensor.shape)}"
-        for name, tensor in own.items()
-        if name in weights and weights[name].shape != tensor.shape
-    ]
-    _refuse(errors, folder)
-    model.load_state_dict(dict(weights))
-
-
-def _refuse(errors: list[str], folder: Path) -> None:
+def _refuse_misfits(config: ModelConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Check that ``weights``, read from ``folder``, are those of a model of ``config``."""
+    errors = misfits(config, {name: tensor.shape for name, tensor in weights.items()})
     if errors:
         more = f" and {len(errors) - 6} more" if len(errors) > 6 else ""
         listed = "; ".join(errors[:6]) + more
@@ -347,13 +331,17 @@ def initialise_from(model: Transformer, path: str | Path) -> list[str]:
         old_norms = norm_parameter_names(Transformer(saved.model))
     same_kind = (old.kind, old.options) == (norm.kind, norm.options)
 
+    same_qk_norm = (old.qk_norm, old.qk_unit_offset) == (norm.qk_norm, norm.qk_unit_offset)
+
     def fits(name: str) -> bool:
-        is_qk_norm = old.qk_norm == norm.qk_norm != "none" and name.split(".")[-2] in QK_NORMS
+        is_qk_norm = norm.qk_norm != "none" and same_qk_norm and name.split(".")[-2] in QK_NORMS
         return name in own and own[name].shape == weights[name].shape and (same_kind or is_qk_norm)
 
     loaded = {name: w for name, w in weights.items() if name not in old_norms or fits(name)}
     new = [name for name in own if name not in loaded and name in norms]
-    load_weights(model, {**loaded, **{name: own[name] for name in new}}, folder)
+    weights = {**loaded, **{name: own[name] for name in new}}
+    _refuse_misfits(model.config, weights, folder)
+    model.load_state_dict(weights)
     return new
 
 

@@ -32,14 +32,18 @@ def resolve_checkpoint(path: str | Path) -> Path:
         ConfigError: there is none; the message says what there is.
     """
     path = Path(path)
-    if _is_checkpoint(path):
-        return path
-    for folder in (path / "checkpoints", path):
-        named = [folder / "best", folder / "last", *reversed(step_folders(folder))]
-        for candidate in named:
-            if _is_checkpoint(candidate):
-                return candidate
-    raise ConfigError(f"no checkpoint at {path}: {_what_is_there(path)}")
+    try:
+        if _is_checkpoint(path):
+            return path
+        for folder in (path / "checkpoints", path):
+            named = [folder / "best", folder / "last", *reversed(step_folders(folder))]
+            for candidate in named:
+                if _is_checkpoint(candidate):
+                    return candidate
+        found = _what_is_there(path)
+    except OSError as error:  # no permission, or no possible name
+        found = error.strerror or str(error)
+    raise ConfigError(f"no checkpoint at {path}: {found}")
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -51,10 +55,10 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _what_is_there(path: Path) -> str:
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return f"it is a file; name the folder, {path.parent}"
     if not path.exists():
-        parent = next(p for p in path.absolute().parents if p.exists())
+        parent = next(p for p in path.absolute().parents if p.is_dir())
         return f"no such folder; {parent} holds {_names_in(parent)}"
     if (path / "config.yaml").exists():
         return "this run has written none yet; go on with it by --resume"

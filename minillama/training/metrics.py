@@ -71,13 +71,36 @@ def parse_metrics(raw: bytes, path: Path) -> list[dict[str, Any]]:
             continue
         try:
             line = json.loads(text, object_hook=_with_nonfinite_numbers)
-        except ValueError:
+        except (ValueError, RecursionError):
             line = None
-        if isinstance(line, dict) and "step" in line:
+        if isinstance(line, dict) and _is_complete(line):
             lines.append(line)
         else:
             _log.warning("%s: line %d is incomplete and left out", path, number)
     return lines
+
+
+def _is_complete(line: Line) -> bool:
+    step, probe = line.get("step"), line.get("probe", {})
+    return isinstance(step, int) and isinstance(probe, Mapping)
+
+
+def last_line(path: Path, key: str) -> dict[str, Any] | None:
+    """Return the last complete line of a metrics.jsonl that has ``key``; None if none has."""
+    try:
+        raw_lines = path.read_bytes().split(b"\n")
+    except OSError:
+        return None
+    quoted = json.dumps(key).encode()
+    for raw in reversed(raw_lines):
+        if quoted in raw:  # quicker than parsing each line
+            try:
+                line = json.loads(raw, object_hook=_with_nonfinite_numbers)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and key in line:
+                return line
+    return None
 
 
 def filter_metrics(path: Path, keep: Callable[[Line], bool]) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW (Loshchilov 2019, arXiv 1711.05101), gradient clipping, the schedule.
+"""The optimizers, their groups of parameters, gradient clipping, the schedule.
 
 rate                      cosine, linear   fall from the peak over all the remaining steps
  peak ┤   ╭────────╮      constant         keeps the peak
@@ -13,12 +13,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from minillama.config.run import OptimConfig
-from minillama.model.norms import norm_parameter_names
+from minillama.config.run import GroupConfig, OptimConfig
+from minillama.model.roles import Role, parameter_roles
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Where one fused kernel updates all weights; on two CPU cores it takes 0.2 to 0.4 of the time of
@@ -28,41 +29,187 @@ WSD_DECAY = 5
 """``wsd`` falls over the last 1/WSD_DECAY of the run."""
 
 
-class AdamW(torch.optim.AdamW):
-    """torch's AdamW without the decorators that exclude its methods from torch.compile.
+OptimizerT = TypeVar("OptimizerT", bound=type[torch.optim.Optimizer])
+
+
+def _without_compiler(kind: OptimizerT) -> OptimizerT:
+    """Remove the decorators that exclude an optimizer's methods from torch.compile.
 
     They import torch's compiler at the first call, which takes a second at the start of every run.
     """
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
-    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
-    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
-    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        setattr(kind, name, inspect.unwrap(getattr(kind, name)))
+    kind.step = torch.no_grad()(inspect.unwrap(kind.step))  # type: ignore[method-assign]
+    return kind
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
-    """Return AdamW with weight decay on matrices and none on norms, gains and biases.
+@_without_compiler
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW (Loshchilov 2019, arXiv 1711.05101)."""
 
-    The first group decays: every parameter of two or more dimensions that is no norm's, embeddings
-    and the head included (nanoGPT's choice; OLMo 2 excludes its embeddings).  The second group is
-    the rest, without decay.  Tied weights are one parameter and count once.
+
+@_without_compiler
+class SGD(torch.optim.SGD):
+    """torch's SGD with momentum; its weight decay is an L2 penalty, added to the gradient."""
+
+
+@_without_compiler
+class _Muon(torch.optim.Muon):
+    """torch's Muon, which takes matrices only."""
+
+
+@_without_compiler
+class Lion(torch.optim.Optimizer):
+    """Evolved sign momentum (Chen 2023, arXiv 2302.06675, algorithm 2).
+
+        θ ← θ − η·(sign(β₁·m + (1 − β₁)·g) + λ·θ)
+        m ← β₂·m + (1 − β₂)·g
+
+    Args:
+        params: parameters or groups of them.
+        lr: η.
+        betas: β₁ and β₂.
+        weight_decay: λ.
     """
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    norms = norm_parameter_names(model)
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                mean = state["exp_avg"]
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(mean.lerp(parameter.grad, 1 - beta1).sign_(), alpha=-lr)
+                mean.lerp_(parameter.grad, 1 - beta2)
+
+
+@_without_compiler
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices, and AdamW for the rest, as one optimizer.
+
+    Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) replaces the momentum of a
+    matrix's gradient by the nearest orthogonal matrix, nearly: five Newton–Schulz steps in bfloat16
+    bring its singular values to between 0.7 and 1.2.  It is scaled by 0.2·√max(rows, columns), to
+    the root mean square of AdamW's updates, so that both take one learning rate and one decay
+    (Liu 2025, arXiv 2502.16982, section 2.2).
+
+    Args:
+        matrices: groups for Muon.
+        rest: groups for AdamW.
+        config: of both.
+        fused: use AdamW's fused kernel.
+    """
+
+    def __init__(
+        self,
+        matrices: list[dict[str, Any]],
+        rest: list[dict[str, Any]],
+        config: OptimConfig,
+        *,
+        fused: bool,
+    ) -> None:
+        self._muon = _Muon(
+            matrices, config.lr, momentum=_momentum(config), adjust_lr_fn="match_rms_adamw"
+        )
+        self._adamw = AdamW(rest, config.lr, config.betas, config.eps, fused=fused)
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let both parts work on the groups and the state of the whole."""
+        n = len(self._muon.param_groups)
+        self._muon.param_groups, self._adamw.param_groups = (
+            self.param_groups[:n],
+            self.param_groups[n:],
+        )
+        self._muon.state = self._adamw.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of both."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        self._muon.step()  # type: ignore[no-untyped-call]
+        self._adamw.step()
+
+
+def _momentum(config: OptimConfig) -> float:
+    assert config.momentum is not None  # the config refuses it
+    return config.momentum
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of ``config`` for all parameters of ``model``.
+
+    Matrices decay, embeddings and the head included (nanoGPT's choice; OLMo 2 excludes its
+    embeddings), and no other parameter unless the config says so.  Tied weights are one parameter
+    and count once.  Each group has a ``lr_factor``, by which :func:`set_learning_rate` multiplies.
+    """
+    groups: dict[tuple[bool, float, float, bool], list[nn.Parameter]] = {}
+    roles = parameter_roles(model)
     for name, parameter in model.named_parameters():
-        groups[parameter.ndim >= 2 and name not in norms].append(parameter)
-    devices = {parameter.device.type for group in groups.values() for parameter in group}
-    return AdamW(
-        [
-            {"params": groups[True], "weight_decay": config.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=devices <= set(FUSED_DEVICES),
-    )
+        role = roles[name]
+        own: GroupConfig = getattr(config.groups, role) or GroupConfig()
+        by_muon = config.kind == "muon" and role == "hidden"
+        decay = _weight_decay(name, role, config)
+        # torch's fused kernels take sharded and whole tensors in separate calls only.
+        key = by_muon, own.lr_factor, decay, is_sharded(parameter)
+        groups.setdefault(key, []).append(parameter)
+    split: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for (by_muon, factor, decay, _), parameters in groups.items():
+        group = {"params": parameters, "lr_factor": factor, "weight_decay": decay}
+        split[by_muon].append(group)
+    devices = {p.device.type for parameters in groups.values() for p in parameters}
+    fused = devices <= set(FUSED_DEVICES)
+    if config.kind == "muon":
+        return Muon(split[True], split[False], config, fused=fused)
+    if config.kind == "sgd":
+        return SGD(split[False], config.lr, _momentum(config), fused=fused)
+    if config.kind == "lion":
+        return Lion(split[False], config.lr, config.betas)
+    return AdamW(split[False], config.lr, config.betas, config.eps, fused=fused)
+
+
+def _weight_decay(name: str, role: Role, config: OptimConfig) -> float:
+    own = getattr(config.groups, role)
+    decay: float | None = None if own is None else own.weight_decay
+    if role == "gains":
+        if not _decays(name, config.decay_norms):
+            return 0.0
+        return config.weight_decay if decay is None else decay
+    if decay is not None:
+        return decay
+    return config.weight_decay if role in ("embed", "head", "hidden") else 0.0
+
+
+def _decays(name: str, which: str) -> bool:
+    """Return whether the gain ``name`` is of a norm that ``optim.decay_norms`` means."""
+    norm = name.split(".")[-2]
+    before = norm.endswith("_input_norm") or norm == "final_norm"
+    behind = norm.endswith("_output_norm")
+    return {"none": False, "input": before, "output": behind, "all": True}[which]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of each group: ``lr`` times the group's factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_factor"]
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ runs/NAME/ config.yaml  metrics.jsonl  summary.json  tensorboard/  report.html  
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -38,6 +39,8 @@ from minillama.training.summary import hash_config
 OURS = (
     "config.yaml",
     "metrics.jsonl",
+    "metrics.csv",
+    "wandb_id",
     "summary.json",
     "report.html",
     "report.png",
@@ -130,7 +133,8 @@ class RunFolder:
             newest = self.newest()
             safe = f"{newest} is complete" if newest else "no checkpoint was written before"
             raise RunFolderError(
-                f"{error}; {safe}; free some space or choose another out_dir, then use --resume"
+                f"{error}; {safe}; {_remedy(error.__cause__)}, then run "
+                "the same command again (`minillama train` with --resume)"
             ) from error
 
     def restarted(self) -> bool:
@@ -267,6 +271,21 @@ class RunFolder:
         return summary
 
 
+def _remedy(error: BaseException | None) -> str:
+    """Return what to do about a write error."""
+    match getattr(error, "errno", None):
+        case errno.EFBIG:
+            return "raise the limit on a file's size (ulimit -f), or choose another out_dir"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return "make the folder writable, or choose another out_dir"
+        case errno.ENOENT | errno.ESTALE | errno.ENOTDIR:
+            return "the folder was removed or replaced: restore it"
+        case errno.EMFILE | errno.ENFILE:
+            return "raise the limit on open files (ulimit -n)"
+        case _:
+            return "free some space or choose another out_dir"
+
+
 # ------------------------------------------------------------------------------------------ resume
 
 COMPARED_BY_CONTENT = ("data.source", "tokenizer.path", "plugins")
@@ -318,8 +337,8 @@ def check_content(state: Mapping[str, Any], now: Mapping[str, Any], where: Path)
         if state[name] != now[name]:
             raise ConfigError(
                 f"{where} cannot be resumed: {what} that the run began with; restore it "
-                "(or the version of minillama that the run began with), or start again with "
-                "--overwrite"
+                "(or the version of minillama that the run began with), or start again: "
+                f"delete {where}, or use `minillama train` with --overwrite"
             )
 
 

@@ -18,24 +18,36 @@ from minillama import launch
 from minillama.config import RunConfig
 from minillama.config.run import deciding_fields
 from minillama.plugins import plugin_source_hash
-from minillama.training.stability import COLLAPSE_MARGIN, SPIKE_WINDOW, is_spike
+from minillama.training.stability import (
+    MIN_STEPS_FOR_PLATEAU,
+    SPIKE_WINDOW,
+    distance_to_collapse,
+    is_spike,
+    is_still_falling,
+)
 
-Fate = Literal["ok", "diverged", "collapsed"]
+Fate = Literal["ok", "diverged", "collapsed", "undertrained"]
 
 RECENT_LOSSES = 10
 """The summary's ``train_loss`` is the mean of this many logged training losses."""
 
 
-def fate(final_loss: float, init_loss: float, unigram_entropy: float) -> Fate:
+def fate(
+    final_loss: float, init_loss: float, unigram_entropy: float, *, still_falling: bool = False
+) -> Fate:
     """Return how a run ended, by its final validation loss; all in nats per token.
 
-    ``diverged``: not finite, or no better than at init.  ``collapsed``: otherwise, and not better
-    by ``COLLAPSE_MARGIN`` than the unigram entropy, which counting tokens gives.  A check for NaN
-    alone misses the second, which is how post-norm models fail.
+    ``diverged``: not finite, or no better than at init.  ``collapsed`` or ``undertrained``:
+    otherwise, and not better by ``COLLAPSE_MARGIN`` than the unigram entropy, which counting tokens
+    gives; undertrained if the loss is still falling (see
+    :func:`~minillama.training.stability.is_still_falling`), so that more steps would help.  A check
+    for NaN alone misses a collapse, which is how post-norm models fail.
     """
     if not math.isfinite(final_loss) or final_loss >= init_loss:
         return "diverged"
-    return "collapsed" if final_loss >= unigram_entropy - COLLAPSE_MARGIN else "ok"
+    if distance_to_collapse(final_loss, unigram_entropy) < 0:
+        return "ok"
+    return "undertrained" if still_falling else "collapsed"
 
 
 @dataclass
@@ -60,9 +72,18 @@ class Progress:
     skipped_in_a_row: int = 0
     spikes: int = 0
     losses_before: list[float] = field(default_factory=list)  # finite ones, to detect spikes
+    quarter_sums: list[float] = field(default_factory=lambda: [0.0] * 4)  # of training losses
+    quarter_steps: list[int] = field(default_factory=lambda: [0] * 4)
 
-    def count_step(self, loss: float, n_tokens: int, *, skipped: bool) -> bool:
-        """Count a step, its update applied or skipped; return whether its loss is a spike."""
+    def count_step(self, loss: float, n_tokens: int, steps: int, *, skipped: bool) -> bool:
+        """Count a step of ``steps``, its update applied or skipped; return whether it is a spike.
+
+        A spike is a loss far above those before it.
+        """
+        quarter = min(4 * self.step // steps, 3)
+        if math.isfinite(loss):
+            self.quarter_sums[quarter] += loss
+            self.quarter_steps[quarter] += 1
         self.step += 1
         self.tokens += n_tokens
         self.skipped += skipped
@@ -73,6 +94,21 @@ class Progress:
         self.spikes += spike
         self.losses_before = [*self.losses_before, loss][-SPIKE_WINDOW:]
         return spike
+
+    @property
+    def still_falling(self) -> bool:
+        """Whether the training loss fell all along the run, so that more steps would lower it.
+
+        Fewer steps than ``MIN_STEPS_FOR_PLATEAU`` count as falling.
+        """
+        if self.step < MIN_STEPS_FOR_PLATEAU:
+            return True
+        quarters = [
+            total / n if n else math.nan
+            for total, n in zip(self.quarter_sums, self.quarter_steps, strict=True)
+        ]
+        known = self.init_val_loss if self.init_val_loss is not None else math.nan
+        return is_still_falling(known, quarters)
 
     def add_loss(self, loss: float) -> None:
         """Remember a logged training loss for the mean of the last few."""
@@ -134,11 +170,17 @@ def summarise(
         "init_val_loss": progress.init_val_loss,
         "skipped": progress.skipped,
         "spikes": progress.spikes,
+        "distance_to_collapse": (
+            distance_to_collapse(progress.val_loss, facts["unigram_entropy"])
+            if reached and progress.val_loss is not None
+            else None
+        ),
     }
     return {
         "name": config.name,
         "fate": fate,
         "finished": ended,
+        "still_falling": progress.still_falling if ended else None,
         **{name: _finite(value) for name, value in numbers.items()},
         **facts,
         "seed": config.train.seed,

@@ -35,13 +35,14 @@ from torch import Tensor
 from minillama import launch
 from minillama.arguments import check_type
 from minillama.config import RunConfig
-from minillama.config.model import advice
+from minillama.config.advice import advice
 from minillama.config.run import TrainConfig
 from minillama.data.batches import Batches, rows_of_rank
 from minillama.data.prepare import Prepared, prepare
 from minillama.errors import DivergedError, InterruptedRunError, MinillamaError
 from minillama.evaluation import scores, windows
 from minillama.model.kernels import IGNORED
+from minillama.model.ngpt import normalise_weights
 from minillama.model.norms import norm_parameter_names
 from minillama.model.transformer import Transformer
 from minillama.plan.limit import refuse_what_cannot_fit
@@ -53,7 +54,6 @@ from minillama.training.checkpoint import (
     hash_tensors,
     initialise_from,
     load_optimizer,
-    load_weights,
     optimizer_tensors,
     read_checkpoint,
     save_checkpoint,
@@ -70,6 +70,7 @@ from minillama.training.optim import (
     is_sharded,
     learning_rate,
     local_part,
+    set_learning_rate,
 )
 from minillama.training.parallel import DdpModel, LocalModel, Ranks, join
 from minillama.training.probes import StepProbe
@@ -158,7 +159,7 @@ def _open_folder(
     """
     refuse_what_cannot_fit(config, ranks.device, config.train.parallel, ranks.world_size)
     check_loggers(config.loggers)
-    for line in advice(config.model):
+    for line in advice(config):
         _log.warning("%s: %s", config.name, line)
     folder = RunFolder(Path(config.out_dir))
     if ranks.broadcast(folder.restarted()):
@@ -242,6 +243,8 @@ class Trainer:
             "n_norm_params": sum(model.get_parameter(name).numel() for name in norms),
             "unigram_entropy": prepared.meta.unigram_entropy,
             "n_val_tokens": prepared.meta.n_val_tokens,
+            "source_sha256": prepared.meta.source_hash,
+            "tokenizer_sha256": prepared.meta.tokenizer_sha256,
             "weights_hash": hash_tensors(matrices),
             "data_hash": self.batches.hash,
             "device": describe_device(self.device),
@@ -251,7 +254,7 @@ class Trainer:
             check_compile(self.device)
         if checkpoint is not None:  # before the model is sharded
             check_content(checkpoint.state, content_hashes(config, prepared), folder.path)
-            load_weights(model, checkpoint.weights, checkpoint.folder)
+            model.load_state_dict(checkpoint.weights)
         self.parallel = parallelize(model, self.device, config.train)
         self.parameters = list(model.parameters())
         self.optimizer = build_optimizer(model, config.optim)
@@ -294,8 +297,8 @@ class Trainer:
             while progress.step < config.train.steps:
                 with self.clock.step(self.folder.path / TRACE):
                     line = self._train_step()
-                bar.update(_status(line, progress.val_loss))
                 self._validate_and_save(stop)
+                bar.update(_status(line, progress.val_loss))  # the validation is of this step
         self.clock.close(self.folder.path / TRACE)
         if ranks.is_main and (times := self.clock.report()):
             _log.info("%s: %s", config.name, times)
@@ -331,13 +334,14 @@ class Trainer:
         if decision == "skip" and config.train.on_nonfinite != "run_on" and self._lost_weight():
             decision = "stop"  # no later batch can bring the weights back
         if decision == "apply":
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(self.optimizer, lr)
             with self.clock.part("update"):
                 self.scaler.step(self.optimizer)
+                if self.model.has_unit_weights:
+                    normalise_weights(self.model)
         self.scaler.update()
         spike = decision != "stop" and progress.count_step(
-            loss, n_tokens, skipped=decision == "skip"
+            loss, n_tokens, config.train.steps, skipped=decision == "skip"
         )
         seconds = time.perf_counter() - started
         progress.training_seconds += seconds
@@ -451,7 +455,12 @@ class Trainer:
         initial = progress.init_val_loss
         if self.config.init_from is not None:  # it started trained: no better is not diverged
             initial = max(initial, math.log(self.config.model.known_vocab_size))
-        judged = fate(progress.val_loss, initial, self.prepared.meta.unigram_entropy)
+        judged = fate(
+            progress.val_loss,
+            initial,
+            self.prepared.meta.unigram_entropy,
+            still_falling=progress.still_falling,
+        )
         return self._write_summary(judged, sample)
 
     def _sample(self) -> str | None:
@@ -558,9 +567,7 @@ class Trainer:
         if self.ranks.is_main:
             with self.folder.writing():
                 self.folder.begin(self.config)
-                self.loggers = build_loggers(
-                    self.config.loggers, self.folder.path, self.progress.step
-                )
+                self.loggers = build_loggers(self.config, self.folder.path, self.progress.step)
 
     def _write_line(self, line: Line) -> None:
         with self.folder.writing():

@@ -95,6 +95,12 @@ def make_run(tmp_path: Path) -> MakeRun:
 
 
 @pytest.fixture
+def write_run() -> MakeRun:
+    """Return the function that writes one run into a folder."""
+    return _write_run
+
+
+@pytest.fixture
 def make_ablation(tmp_path: Path) -> MakeAblation:
     """Return a function that writes an ablation's folder from ``{arm: {lr: [loss by seed]}}``.
 

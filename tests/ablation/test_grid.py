@@ -56,7 +56,7 @@ def test_arms_differ_only_in_what_they_override() -> None:
     grid = cells(ablation())
     rms, ln = (c.config.model_dump() for c in grid if c.lr == 1e-3 and c.seed == 0)
     for config in (rms, ln):
-        del config["model"]["norm"], config["name"], config["out_dir"]
+        del config["model"]["norm"], config["name"], config["out_dir"], config["arm"]
     assert rms == ln
 
 

@@ -1,9 +1,12 @@
+import csv
+import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 
@@ -142,6 +145,20 @@ def test_a_row_has_every_column_and_none_for_what_is_unknown(make_ablation: Any)
     assert (bad["fate"], bad["val_loss"], bad["grad_norm_max"]) == ("diverged", None, np.inf)
 
 
+def test_a_reader_of_csv_takes_the_columns_for_numbers(make_ablation: Any) -> None:
+    folder = make_ablation({"rms": {1e-3: [2.0, None]}})
+    runs = read_results(folder).runs
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table_row(run, folder) for run in runs)
+    text.seek(0)
+    table = pd.read_csv(text)
+    assert table["grad_norm_max"].dtype == table["val_loss"].dtype == np.float64
+    assert np.isposinf(table["grad_norm_max"][1])
+    assert np.isnan(table["val_loss"][1])
+
+
 def test_what_follows_a_skipped_step_still_counts(make_run: Any) -> None:
     folder = make_run(2.0)
     path = folder / "metrics.jsonl"
@@ -160,3 +177,47 @@ def test_what_follows_a_skipped_step_still_counts(make_run: Any) -> None:
     assert skips["grad_norm_max"] == 77.0
     assert lost["grad_norm_max"] == np.inf
     assert 0 < skips["spike_score"] < 0.05  # of all 200 steps, and the skipped one is among them
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("summary.json", "[]", "it holds no object"),
+        ("summary.json", '{"finished": true, "val_loss": "a"}', "val_loss is 'a', not a number"),
+        ("config.yaml", "optim: 3", "optim has no fields"),
+        ("cells.csv", "arm,lr,seed,fate\nrms,x,0,crashed\n", "could not convert string .*delete"),
+        ("cells.csv", "fate,arm\ncrashed,rms\n", "delete it, then `minillama ablate` writes"),
+        ("cells.csv", b"\xff\xfe", "delete it, then `minillama ablate` writes it again"),
+        ("sessions.json", '[{"seconds": "x"}]', "delete it, then the report leaves out the times"),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(
+    make_ablation: Any, name: str, content: str | bytes, said: str
+) -> None:
+    folder = make_ablation({"rms": {1e-3: [2.0]}})
+    inside = name in ("summary.json", "config.yaml")
+    path = folder / "cells/rms/lr-0.001/seed-0" / name if inside else folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(RunFolderError, match=rf"{name} is damaged: .*{said}") as error:
+        read_results(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_the_config_of_a_single_run_may_be_damaged_too(make_run: Any) -> None:
+    folder = make_run(2.0)
+    for content in ("optim: 3", "train: {seed: x}", "optim: {lr: x}"):
+        (folder / "config.yaml").write_text(content, encoding="utf-8")
+        with pytest.raises(RunFolderError, match=r"config.yaml is damaged"):
+            read_results(folder)
+
+
+def test_lines_of_metrics_that_no_run_writes_are_left_out(make_run: Any, caplog: Any) -> None:
+    folder = make_run(2.0)
+    before = read_results(folder).runs[0].curves
+    odd = ('{"step": "a", "loss": 1}', '{"step": null}', '{"step": 9, "probe": 3}', "[" * 100_000)
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write("\n".join(odd) + "\n")
+    after = read_results(folder).runs[0].curves
+    assert np.array_equal(after.loss, before.loss)
+    assert len(after.probes) == len(before.probes)
+    assert caplog.text.count("is incomplete and left out") == len(odd)

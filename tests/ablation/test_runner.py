@@ -19,7 +19,7 @@ from minillama.ablation.analysis import analyse_arms, compare_arms
 from minillama.ablation.grid import cells
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.report.prose import headline
-from minillama.ablation.results import read_results, read_sessions
+from minillama.ablation.results import ENDED, read_results, read_sessions
 from minillama.ablation.runner import dry_run, run
 from minillama.cli import main
 from minillama.config.ablation import AblationConfig, load_ablation
@@ -111,13 +111,13 @@ def test_every_cell_ends_in_a_row_of_the_table(
     folder = run(ablation(arms=arms, lr=[1e-3, 1e30]))
     table = rows(folder)
     assert [(row["arm"], float(row["lr"]), row["fate"]) for row in table] == [
-        ("rms", 1e-3, "collapsed"),
+        ("rms", 1e-3, "undertrained"),
         ("rms", 1e30, "diverged"),
         ("killer", 1e-3, "crashed"),
         ("killer", 1e30, "crashed"),
         ("faulty", 1e-3, "crashed"),
         ("faulty", 1e30, "crashed"),
-        ("ln", 1e-3, "collapsed"),
+        ("ln", 1e-3, "undertrained"),
         ("ln", 1e30, "diverged"),
     ]
     good, diverged, killed, faulty = (table[i] for i in (0, 1, 2, 4))
@@ -140,7 +140,7 @@ def test_every_cell_ends_in_a_row_of_the_table(
 
     shown = capfd.readouterr().err
     assert "[8/8]" in shown
-    assert "rms, lr 0.001, seed 0: collapsed, validation loss" in shown
+    assert "rms, lr 0.001, seed 0: undertrained, validation loss" in shown
     assert "8/8 cells, 0 running" in shown
     assert "\r" not in shown  # a log gets plain lines, and few of them
     assert shown.count("\n") < 15
@@ -158,7 +158,7 @@ def test_every_cell_ends_in_a_row_of_the_table(
     less = {name: arms[name] for name in ("rms", "ln")}
     assert run(ablation(arms=less, lr=[1e-3, 1e30])) == folder  # all is finished: starts nothing
     assert (folder / good["run_dir"] / "summary.json").stat().st_mtime_ns == before
-    assert [row["fate"] for row in rows(folder)] == ["collapsed", "diverged"] * 2
+    assert [row["fate"] for row in rows(folder)] == ["undertrained", "diverged"] * 2
     assert load_ablation(folder / "ablation.yaml").lr == [1e-3, 1e30]
 
 
@@ -291,7 +291,7 @@ def test_ten_kills_do_not_change_the_table(ablation: Any, tmp_path: Path) -> Non
     run(broken, progress=False)
     run(ablation(**fields, out_dir=str(tmp_path / "whole")), progress=False)
     assert _untimed(tmp_path / "broken") == _untimed(tmp_path / "whole")
-    assert {row["fate"] for row in rows(tmp_path / "broken")} <= {"ok", "collapsed", "diverged"}
+    assert {row["fate"] for row in rows(tmp_path / "broken")} <= set(ENDED)
 
 
 def test_finished_cells_of_an_edited_plugin_are_refused(ablation: Any, tmp_path: Path) -> None:
@@ -436,12 +436,12 @@ def test_cells_that_exit_early_have_crashed(
     assert said.count("\n") == 1
     folder = tmp_path / "out"
     assert [(row["arm"][:9], row["fate"]) for row in rows(folder)] == [
-        ("rms", "collapsed"),
+        ("rms", "undertrained"),
         ("exits", "crashed"),
         ("leaves", "crashed"),
         ("interrupt", "crashed"),
-        ("reads", "collapsed"),
-        ("xxxxxxxxx", "collapsed"),
+        ("reads", "undertrained"),
+        ("xxxxxxxxx", "undertrained"),
     ]
     assert rows(folder)[5]["arm"] == "x" * 300
     assert len(Path(rows(folder)[5]["run_dir"]).parts[1]) < 100

@@ -11,7 +11,10 @@ from scipy import stats
 from minillama.ablation.statistics import (
     MIN_PAIRS_FOR_SIGN_FLIP,
     bca_interval,
+    crossed_interval,
     holm,
+    mcnemar_test,
+    rate_difference_interval,
     sign_flip_test,
     t_interval,
     t_test,
@@ -166,3 +169,78 @@ def test_holm_holds_the_familywise_level() -> None:
     p = np.random.default_rng(2).uniform(size=(2_000, 4))
     wrong = np.mean([min(holm(row)) < 0.05 for row in p.tolist()])
     assert within_error(float(wrong), 1 - (1 - 0.05 / 4) ** 4, len(p))
+
+
+@pytest.mark.parametrize(("n_seeds", "n_windows"), [(3, 40), (6, 12), (24, 50)])
+@pytest.mark.parametrize("sds", [(1, 0, 3), (0.2, 1, 3), (1, 4, 0.1)])
+def test_a_crossed_interval_covers_over_new_seeds_and_new_text(
+    n_seeds: int, n_windows: int, sds: tuple[float, float, float]
+) -> None:
+    rng, trials, hits = np.random.default_rng(5), 600, 0
+    for _ in range(trials):
+        d = sds[0] * rng.normal(size=(n_seeds, 1)) + sds[1] * rng.normal(size=(1, n_windows))
+        low, high = crossed_interval(d + sds[2] * rng.normal(size=(n_seeds, n_windows)))
+        hits += low < 0 < high
+    assert 0.92 - 0.02 < hits / trials < 0.985
+
+
+def test_a_crossed_interval_is_wider_where_the_text_matters() -> None:
+    rng = np.random.default_rng(0)
+    d = rng.normal(0, 0.02, (8, 1)) + rng.normal(0, 0.1, (1, 30))
+    low, high = crossed_interval(d)
+    of_seeds = t_interval(d.mean(axis=1))
+    assert high - low > 1.5 * float(of_seeds[1] - of_seeds[0])
+    assert (low + high) / 2 == pytest.approx(d.mean())
+
+
+def test_a_crossed_interval_without_text_noise_is_students() -> None:
+    d = np.repeat(np.random.default_rng(1).normal(size=(7, 1)), 20, axis=1)
+    assert crossed_interval(d) == pytest.approx(tuple(map(float, t_interval(d.mean(axis=1)))))
+    assert math.isnan(crossed_interval(d[:1])[0])
+    with pytest.raises(ValueError, match="table"):
+        crossed_interval(d[0])
+
+
+def test_rate_intervals_equal_those_of_independent_samples_without_correlation() -> None:
+    # no pair fails twice: φ ≤ 0.  With φ = 0 the method is Newcombe's for independent samples,
+    # whose published example 56/70 − 48/80 gives 0.0524 to 0.3339; here equal numbers of pairs
+    both, first, second, neither = 24, 24, 12, 12  # ad = bc, so φ = 0
+    low, high = rate_difference_interval(both, first, second, neither)
+    p, q = 48 / 72, 36 / 72
+    wilson = [stats.binomtest(k, 72).proportion_ci(method="wilson") for k in (48, 36)]
+    assert low == pytest.approx(p - q - math.hypot(p - wilson[0].low, wilson[1].high - q))
+    assert high == pytest.approx(p - q + math.hypot(wilson[0].high - p, q - wilson[1].low))
+
+
+@pytest.mark.parametrize("n", [6, 24])
+@pytest.mark.parametrize("rates", [(0.0, 0.14, 0.0), (0.05, 0.3, 0.1), (0.3, 0.1, 0.1)])
+def test_intervals_of_rates_cover_the_true_difference(
+    n: int, rates: tuple[float, float, float]
+) -> None:
+    shares = [*rates, 1 - sum(rates)]
+    tables, counts = np.unique(
+        np.random.default_rng(3).multinomial(n, shares, 5000), axis=0, return_counts=True
+    )
+    truth, covered = rates[1] - rates[2], 0
+    for table, count in zip(tables, counts, strict=True):
+        low, high = rate_difference_interval(*map(int, table))
+        covered += int(count) * (low <= truth <= high)
+    assert covered / 5000 > 0.93
+
+
+@given(st.lists(st.integers(0, 30), min_size=4, max_size=4).filter(any))
+def test_rate_intervals_mirror_and_stay_within_one(table: list[int]) -> None:
+    both, first, second, neither = table
+    low, high = rate_difference_interval(both, first, second, neither)
+    difference = (first - second) / sum(table)
+    assert -1 - 1e-9 <= low <= difference + 1e-9
+    assert difference - 1e-9 <= high <= 1 + 1e-9
+    assert rate_difference_interval(both, second, first, neither) == pytest.approx((-high, -low))
+
+
+def test_mcnemar_is_the_binomial_test_of_the_pairs_that_disagree() -> None:
+    assert mcnemar_test(5, 0) == pytest.approx(2 / 2**5)
+    assert mcnemar_test(0, 0) == 1
+    tables = np.random.default_rng(0).multinomial(24, [0.2, 0.15, 0.15, 0.5], 3000)
+    errors = np.mean([mcnemar_test(int(t[1]), int(t[2])) < 0.05 for t in tables])
+    assert errors < 0.05 + 4 * math.sqrt(0.05 * 0.95 / 3000)

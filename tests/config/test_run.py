@@ -10,7 +10,6 @@ from minillama.ablation.grid import cells
 from minillama.config import ModelConfig, RunConfig, load_config
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import get_path
-from minillama.config.model import advice
 from minillama.config.run import (
     DEFAULT_BPE_VOCAB_SIZE,
     OWNED_BY_KIND,
@@ -73,6 +72,11 @@ def errors_in(load):
         ("optim.grad_clip=-1", "optim.grad_clip = -1"),
         ("optim.z_loss=-1", "optim.z_loss = -1"),
         ("optim.eps=0", "optim.eps = 0: should be greater than 0"),
+        ("optim.kind=adam", "optim.kind = 'adam': unknown choice 'adam'; did you mean 'adamw'?"),
+        ("optim.momentum=0.9", "optim.momentum = 0.9: adamw has no such field, but optim.betas"),
+        ("optim.groups.embd.lr_factor=1", "optim.groups.embd = {'lr_factor': 1}: no such field"),
+        ("optim.groups.head.lr_factor=1", "the head is the embedding (model.tie_embeddings)"),
+        ("optim.groups.gains.weight_decay=1", "no norm's gain decays; set optim.decay_norms"),
         ("optim.schedule=cosin", "unknown choice 'cosin'; did you mean 'cosine'? valid: constant"),
         ("model.norm.kind=rmsnrom", "unknown norm kind 'rmsnrom'; did you mean 'rmsnorm'? valid: "),
         ("model.norm.placement=prenorm", "unknown norm placement 'prenorm'; did you mean"),
@@ -211,6 +215,19 @@ def test_every_section_is_frozen(load):
         for name in type(section).model_fields:
             with pytest.raises(ValidationError, match="frozen"):
                 setattr(section, name, getattr(section, name))
+
+
+def test_another_optimizer_brings_its_own_defaults(load):
+    adamw = "optim: {betas: [0.8, 0.9]}"
+    assert load(adamw).optim.betas == (0.8, 0.9)
+    assert load(adamw, "optim.kind=lion").optim.betas == (0.9, 0.99)
+    assert load(adamw, "optim.kind=muon").optim.momentum == 0.95
+    assert load("optim: {kind: sgd}").optim.momentum == 0.9
+
+
+def test_muon_refuses_to_be_sharded(errors_in):
+    (error,) = errors_in("optim: {kind: muon}", "train.parallel=fsdp")
+    assert "updates each matrix as a whole, and train.parallel = fsdp splits it; set ddp" in error
 
 
 def test_overrides_set_fields_lists_and_mappings(load):
@@ -445,19 +462,6 @@ def test_every_shipped_config_loads_and_documents_time_and_purpose(path):
     assert "# Shows: " in comment
 
 
-def test_advice_names_each_condition_that_a_fair_dyt_lacks():
-    def lines(**model):
-        return advice(ModelConfig(**model))
-
-    fair = {"alpha": 0.2, "alpha_attention": 0.8, "bias": False}
-    assert lines() == []
-    assert lines(norm={"kind": "dyt", "options": fair}, embed_scale="learned") == []
-    [naive] = lines(norm={"kind": "dyt"})
-    assert all(w in naive for w in ("options.bias=false", "alpha_attention", "embed_scale=learned"))
-    [unscaled] = lines(norm={"kind": "dyt", "options": fair})
-    assert unscaled.endswith("without model.embed_scale=learned")
-
-
 # ------------------------------------------------------------------- a run's own config, overridden
 
 
@@ -541,3 +545,22 @@ def test_an_empty_config_of_a_run_is_damage_and_not_a_run_of_defaults(tmp_path):
     with pytest.raises(ConfigError, match="is damaged: it is empty"):
         load_config(tmp_path)
     assert load_config(tmp_path / "config.yaml").model.dim == 128
+
+
+def test_the_format_of_files_follows_their_names(tmp_path):
+    source = "data.source={{kind: files, files: {}}}"
+    for names, kind in (
+        ("[a.txt, b.md]", "text"),
+        ("x.jsonl", "json"),
+        ("['https://x.org/a.csv.gz?download=true']", "csv"),
+        ("'data/*.parquet'", "parquet"),
+    ):
+        assert load_config("tiny", [source.format(names)]).data.source.format == kind
+    with pytest.raises(ConfigError, match=r"several formats: a.txt \(text\) and b.csv \(csv\)"):
+        load_config("tiny", [source.format("[a.txt, b.csv]")])
+    given = load_config("tiny", [source.format("[a.txt, b.csv], format: text")])
+    assert given.data.source.format == "text"
+    # In a config that was resolved before, the format follows an override of the files.
+    (tmp_path / "config.yaml").write_text(to_yaml(given), encoding="utf-8")
+    other = load_config(tmp_path / "config.yaml", ["data.source.files=[x.csv]"])
+    assert other.data.source.format == "csv"

@@ -2,6 +2,7 @@ import bz2
 import gzip
 import lzma
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def test_a_file_named_by_several_paths_is_read_once(tmp_path, monkeypatch):
 
 def test_a_missing_file_a_folder_and_an_unmatched_pattern_are_named(tmp_path):
     (tmp_path / "there.txt").write_text("text", encoding="utf-8")
-    for wrong in (tmp_path / "gone.txt", tmp_path / "*.csv", tmp_path / "there.txt" / "x"):
+    for wrong in (tmp_path / "gone.txt", tmp_path / "*.md", tmp_path / "there.txt" / "x"):
         with pytest.raises(DataError, match=f"no such file: {tmp_path}") as error:
             data_files(files(tmp_path / "there.txt", wrong))
         assert wrong.name in str(error.value)
@@ -135,7 +136,7 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_offset(tmp_path, head):
         ("text".encode("utf-16"), "UTF-16"),
         (COMPRESS["gz"](b"text"), r"gzip, whose name should end in \.gz"),
         (COMPRESS["zst"](b"text"), r"Zstandard, whose name should end in \.zst"),
-        (b"PK\x03\x04\x14\xff", "a zip archive, which has to be unpacked"),
+        (b"PAR1\xff", r"Parquet, for data\.source\.format=parquet"),
     ],
 )
 def test_what_is_not_text_is_recognised(tmp_path, content, kind):
@@ -326,3 +327,37 @@ def test_without_a_network_a_url_fails_with_one_line(format):
     assert "connect to the network" in str(error.value)
     assert "\n" not in str(error.value)
     assert error.value.exit_status == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"PK\x03\x04\x14", "is a zip archive, as .docx"),
+        (b"%PDF-1.7 all of it ASCII", "is a PDF, not plain text; extract its text"),
+        (rb"{\rtf1\ansi Hello}", "is RTF"),
+        ("a text without a mark".encode("utf-16-le"), "has 21 NUL characters among 42; if it is"),
+    ],
+)
+def test_what_is_valid_utf8_but_not_text_is_refused(tmp_path, content, kind):
+    (tmp_path / "t.txt").write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(kind)):
+        list(read_documents(files(tmp_path / "t.txt")))
+
+
+def test_a_few_nul_characters_are_text(tmp_path):
+    (tmp_path / "t.txt").write_bytes(b"a long line\0 and more\n")
+    assert list(read_documents(files(tmp_path / "t.txt"))) == ["a long line\0 and more\n"]
+
+
+def test_a_table_that_is_read_as_plain_text_is_warned_of_once(tmp_path, caplog):
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    source = files(tmp_path / "*", format="text")
+    for _ in range(2):
+        assert list(read_documents(source)) == ['{"text": "a"}\n']
+    assert caplog.text.count("is read as plain text with all its markup") == 1
+
+
+def test_text_that_was_compressed_twice_is_recognised(tmp_path):
+    (tmp_path / "t.txt.gz").write_bytes(gzip.compress(gzip.compress(b"text")))
+    with pytest.raises(DataError, match="looks like gzip: was it compressed twice"):
+        list(read_documents(files(tmp_path / "t.txt.gz")))

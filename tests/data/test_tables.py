@@ -296,3 +296,19 @@ def test_without_a_network_a_hub_source_fails_without_waiting_in_one_line(tmp_pa
     assert done.stdout.count("\n") == 1
     assert "data set 'some/set'" in done.stdout
     assert "use data.source.kind=pydocs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "name", ["t.jsonl", "t.JSON", "t.ndjson.gz", "t.csv", "t.tsv", "t.parquet"]
+)
+def test_the_ending_of_the_names_gives_the_format(tmp_path, name):
+    path, rows = tmp_path / name, [{"n": 1, "text": "a, b"}]
+    if name == "t.parquet":
+        parquet_of(path, {"text": ["a, b"]})
+    elif name == "t.csv":
+        write(path, csv_of(["a, b"]))
+    elif name == "t.tsv":
+        write(path, "n\ttext\n1\ta, b\n")
+    else:
+        write(path, gzip.compress(lines(rows).encode()) if name.endswith("gz") else lines(rows))
+    assert list(read_documents(FilesSource(kind="files", files=[str(path)]))) == ["a, b"]

@@ -62,6 +62,8 @@ def reasons(target: str, norm: dict[str, Any], **fields: Any) -> dict[str, str]:
         ({"options": {"unit_offset": True}}, {}, "model.norm.options.unit_offset = True"),
         ({"options": {"affine": False}}, {}, "model.norm.options.affine = False"),
         ({"options": {"bias": True}}, {}, "model.norm.options.bias = True"),
+        ({"v_norm": True}, {}, "model.norm.v_norm = True"),
+        ({}, {"attention_gate": "head"}, "model.attention_gate = 'head'"),
         ({}, {"logit_softcap": 30.0}, "model.logit_softcap = 30.0"),
         ({}, {"embed_scale": "fixed"}, "model.embed_scale = 'fixed'"),
     ],

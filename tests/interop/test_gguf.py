@@ -111,6 +111,8 @@ def test_llama_cpp_computes_the_same(architecture, tokenizer, save, tmp_path, ha
         ("llama", {"rope_scaling": {"kind": "linear", "factor": 2.0}}),
         ("olmo", {"rope_scaling": {"kind": "linear", "factor": 2.0}}),
         ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500.0}),
+        ("llama", {"norm": {"options": {"unit_offset": True}, "placement": "scaled"}}),
+        ("qwen3", {"norm": {"qk_norm": "head", "qk_unit_offset": True}, "embed_scale": "fixed"}),
         ("llama", {"vocab_size": 390}),  # rows of the embedding that no id of the tokenizer has
     ],
 )

@@ -120,8 +120,8 @@ def test_tensors_that_do_not_fit_are_named(save, tmp_path, monkeypatch):
         import_model(tmp_path / "m.gguf", tmp_path / "out")
     said = str(caught.value)
     assert "blk.0.ffn_up.weight is missing" in said
-    assert "blk.0.ffn_up.bias has no place" in said
-    assert "blk.1.attn_k.weight is (31, 64), the metadata say (32, 64)" in said
+    assert "blk.0.ffn_up.bias is not in the model" in said
+    assert "blk.1.attn_k.weight is (31, 64), the model needs (32, 64)" in said
 
 
 def test_a_type_that_cannot_be_read_is_named(save, tmp_path, monkeypatch):

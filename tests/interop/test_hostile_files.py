@@ -240,11 +240,11 @@ def test_a_false_safetensors_header(content, hf, run):
         ({"num_hidden_layers": 10**9}, "num_hidden_layers|n_layers"),
         ({"num_hidden_layers": 20_000}, "layers cannot be in"),
         ({"hidden_size": 1 << 40}, "beyond the size of any model"),
-        ({"vocab_size": 1 << 23}, "the config says"),
+        ({"vocab_size": 1 << 23}, "the model needs"),
         ({"max_position_embeddings": 10**12}, "beyond the size|too large a table"),
         ({"max_position_embeddings": 1 << 24}, "too large a table of rotations"),
-        ({"head_dim": 1 << 20}, "the config says|too large"),
-        ({"num_attention_heads": 1 << 23, "num_key_value_heads": 1 << 23}, "the config says"),
+        ({"head_dim": 1 << 20}, "the model needs|too large"),
+        ({"num_attention_heads": 1 << 23, "num_key_value_heads": 1 << 23}, "the model needs"),
     ],
 )
 def test_absurd_sizes_cost_nothing(change, said, hf, run):

@@ -57,6 +57,28 @@ def test_exported_logits_are_equal_past_position_100(architecture, shape, save, 
     assert ("lm_head.weight" in names) == (not ours.config.tie_embeddings)
 
 
+FOLDED = {
+    "zero-centred": {"norm": {"options": {"unit_offset": True}}},
+    "zero-centred with QK norm": {
+        "norm": {"options": {"unit_offset": True}, "qk_norm": "head", "qk_unit_offset": True}
+    },
+    "no gain": {"norm": {"options": {"affine": False}}},
+    "LayerNorm scaling": {"norm": {"placement": "scaled"}, "embed_scale": "learned"},
+}
+
+
+@pytest.mark.parametrize("model", FOLDED.values(), ids=FOLDED)
+@torch.no_grad()
+def test_scales_that_transformers_lacks_are_folded_in(model, save, tmp_path):
+    folder = save(**model)
+    export(folder, tmp_path / "hf")
+    ours, tokenizer, _ = load_checkpoint(folder)
+    ids = random_ids(tokenizer.vocab_size, 2, 60)
+    logits, expected = open_model(tmp_path / "hf")(ids).logits, ours(ids)
+    scale = expected.abs().max()  # gains near 2 make logits, and their rounding, larger
+    torch.testing.assert_close(logits / scale, expected / scale, rtol=0, atol=1e-5)
+
+
 @architectures
 @torch.no_grad()
 def test_bfloat16_logits_are_within_its_rounding(architecture, save, tmp_path):
@@ -326,9 +348,9 @@ def test_weights_that_do_not_fit_are_named(tmp_path, bpe):
     with pytest.raises(CheckpointError) as caught:
         import_model(folder, tmp_path / "ours")
     said = str(caught.value)
-    assert f"{bias} has no place" in said
+    assert f"{bias} is not in the model" in said
     assert f"{gate} is missing" in said
-    assert "lm_head.weight is (400, 31), the config says (400, 32)" in said
+    assert "lm_head.weight is (400, 31), the model needs (400, 32)" in said
     assert not (tmp_path / "ours").exists()
 
 

@@ -13,9 +13,14 @@ from minillama.model.rope import RotaryEmbedding, Rotation
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1), "one head": (1, 1), "GQA of 6": (6, 2)}
 
 
-def build(n_heads, n_kv_heads, *, head_dim=6, qkv_norm=False, **norm):
+def build(n_heads, n_kv_heads, *, head_dim=6, qkv_norm=False, gate="none", **norm):
     config = ModelConfig(
-        dim=10, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, norm=norm
+        dim=10,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        attention_gate=gate,
+        norm=norm,
     )
     attention = Attention(config, qkv_norm=qkv_norm).double()
     generator = torch.Generator().manual_seed(0)
@@ -44,6 +49,10 @@ def turn(x, position, theta=10_000.0):
     return y
 
 
+def attention_values_normed(attention):
+    return getattr(attention.v_norm, "weight", 0) is None  # an RMSNorm without a gain
+
+
 @torch.no_grad()
 def by_hand(attention, x, *, norm="none"):
     """One query head, one query and one key at a time."""
@@ -54,6 +63,8 @@ def by_hand(attention, x, *, norm="none"):
     def project(x, name, head, gains):
         whole = weights[f"{name}_proj.weight"] @ x
         part = slice(head * size, (head + 1) * size)
+        if name == "v" and attention_values_normed(attention):
+            return rms(whole[part], 1.0)
         if norm == "full" and name in gains:
             return rms(whole, weights[f"{name}_norm.weight"])[part]
         if norm != "none" and name in gains:
@@ -71,6 +82,10 @@ def by_hand(attention, x, *, norm="none"):
                 scores = torch.stack([q @ key for key in keys]) / math.sqrt(size)
                 p = (scores - scores.max()).exp()
                 mixed = (p / p.sum()) @ torch.stack(values)
+                if "g_proj.weight" in weights:
+                    gates = weights["g_proj.weight"] @ x[b, t]
+                    of_head = gates.reshape(n_heads, -1)[head]
+                    mixed = mixed / (1 + (-of_head).exp())
                 out[b, t, head * size : (head + 1) * size] = mixed
     return out @ weights["o_proj.weight"].T
 
@@ -95,6 +110,34 @@ def test_queries_keys_and_values_normed_by_the_kind_of_the_model(heads):
     assert shapes == {f"{p}_norm.weight": (6,) for p in "qkv"}
     layernorm, _ = build(*heads, qkv_norm=True, kind="layernorm")
     assert type(layernorm.v_norm).__name__ == "LayerNorm"
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("gate", ["none", "head", "element"])
+@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
+def test_normed_values_and_a_gate_equal_loops(heads, qk_norm, gate):
+    attention, rope = build(*heads, qk_norm=qk_norm, v_norm=True, gate=gate)
+    x = draw(batch=1, n_tokens=4)
+    y = attention(x, rope(torch.arange(4), torch.float64))
+    torch.testing.assert_close(y, by_hand(attention, x, norm=qk_norm), rtol=1e-5, atol=2e-5)
+    assert not [name for name, _ in attention.named_parameters() if "v_norm" in name]
+    n_gates = {"none": 0, "head": heads[0], "element": heads[0] * 6}[gate]
+    assert (attention.g_proj.weight.shape if n_gates else (0, 10)) == (n_gates, 10)
+
+
+def test_a_zero_centred_gain_of_qk_norm_starts_at_zero_and_counts_from_one():
+    config = ModelConfig(dim=10, n_heads=1, head_dim=6, norm={"qk_norm": "head"})
+    offset = config.model_copy(
+        update={"norm": config.norm.model_copy(update={"qk_unit_offset": True})}
+    )
+    plain, centred = Attention(config).double(), Attention(offset).double()
+    assert torch.equal(centred.q_norm.weight, torch.zeros(6).double())
+    assert torch.equal(centred.k_norm.weight, torch.zeros(6).double())
+    centred.load_state_dict(
+        {n: w - 1 if "_norm" in n else w for n, w in plain.state_dict().items()}
+    )
+    rotation = RotaryEmbedding(6, 32)(torch.arange(7), torch.float64)
+    torch.testing.assert_close(centred(draw(), rotation), plain(draw(), rotation))
 
 
 def test_query_head_i_reads_kv_head_i_over_the_group_size():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from minillama import ModelConfig, Transformer
 from minillama.model.decoding import Decoder
 from minillama.model.kv_cache import KVCache
+from minillama.model.norms import RMSNorm
+from minillama.sampling import generate
 
 PLAIN = {"vocab_size": 37, "dim": 24, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40}
 LENGTH = 21
@@ -47,6 +50,11 @@ def read_all(model: Transformer, tokens: list[int]) -> tuple[torch.Tensor, Decod
         ({"norm": {"placement": "post"}}, False),
         ({"norm": {"placement": "scaled"}}, False),
         ({"norm": {"qk_norm": "head"}}, False),
+        ({"norm": {"v_norm": True}}, False),
+        ({"norm": {"placement": "keel"}}, False),
+        ({"norm": {"placement": "ngpt", "kind": "l2norm"}}, False),
+        ({"attention_gate": "head"}, False),
+        ({"attention_gate": "element", "norm": {"qk_norm": "head", "v_norm": True}}, False),
         ({"norm": {"embed_norm": True}}, False),
         ({"norm": {"final_norm": False}}, False),
     ],
@@ -145,3 +153,54 @@ def test_nothing_is_read_beyond_the_cache() -> None:
     decoder.read([2])
     with pytest.raises(ValueError, match="position 2: must be below"):
         decoder.read([3])
+
+
+def greedy(model: Transformer, n: int) -> list[int]:
+    """Return what a model without a cache continues the ids 1, 2, 3 with."""
+    ids = [1, 2, 3]
+    for _ in range(n):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[3:]
+
+
+def test_a_norm_with_another_epsilon_is_read_as_it_is() -> None:
+    model = build()
+    plain = generate(model, [1, 2, 3], 8, temperature=0)
+    model.final_norm = RMSNorm(PLAIN["dim"])
+    model.blocks[0].mlp_input_norm.eps = 1e4
+    changed = generate(model, [1, 2, 3], 8, temperature=0)
+    assert changed == greedy(model, 8)
+    assert changed != plain
+
+
+def test_swapped_blocks_are_read_in_their_new_order() -> None:
+    model = build()
+    with torch.no_grad():
+        for number, block in enumerate(model.blocks):
+            block.mlp.up_proj.weight.mul_(3 * (number - 1))
+            block.attention.v_proj.weight.mul_(10 * number)
+    model.blocks = torch.nn.ModuleList(reversed(model.blocks))
+    assert generate(model, [1, 2, 3], 8, temperature=0) == greedy(model, 8)
+
+
+def test_blocks_that_share_a_place_in_the_cache_are_refused() -> None:
+    model = build()
+    model.blocks[2] = copy.deepcopy(model.blocks[0])
+    greedy(model, 2)
+    with pytest.raises(ValueError, match=r"attention.layer = \[0, 1, 0\], by which the cache"):
+        generate(model, [1, 2, 3], 2)
+
+
+@pytest.mark.parametrize("unit_offset", [False, True])
+@torch.no_grad()
+def test_weights_changed_in_place_between_two_tokens_count(unit_offset: bool) -> None:
+    model = build(norm={"options": {"unit_offset": unit_offset}})
+    _, decoder = read_all(model, [1, 2])
+    watched = copy.deepcopy(model)
+    watched.blocks[0].register_forward_hook(lambda *_: None)
+    _, by_modules = read_all(watched, [1, 2])
+    for changed in (model, watched):
+        for weight in changed.parameters():
+            weight.add_(torch.linspace(-1, 1, weight.shape[-1]))
+    assert decoder._fused is not None
+    torch.testing.assert_close(decoder.read([3]), by_modules.read([3]), rtol=1e-4, atol=1e-4)

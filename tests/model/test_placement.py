@@ -10,7 +10,10 @@ from minillama.errors import ConfigError
 from minillama.model.transformer import Transformer
 
 LAYERS = 5  # ⌊5 / 4⌋ = 1, so that mix has layers of both sorts
-ROWS = ["deepnorm", "hybrid", "mix", "peri", "post", "pre", "reordered", "rezero", "scaled"]
+ROWS = [
+    *("deepnorm", "hybrid", "keel", "mix", "ngpt", "peri", "peri_scaled", "post", "pre"),
+    *("reordered", "rezero", "scaled"),
+]
 
 
 def build(placement, n_layers=LAYERS, **norm):
@@ -57,7 +60,7 @@ def stream_by_hand(model, formula):
             block.mlp,
             lambda name, index=index: norm_called(f"blocks.{index}.{name}_norm"),
             index,
-            state.get(f"blocks.{index}.a"),
+            state.get(f"blocks.{index}.a", (block.attention_step, block.mlp_step)),
         )
     if "final_norm.weight" in state:
         x = norm_called("final_norm")(x)
@@ -108,7 +111,27 @@ def hybrid(x, attention, mlp, norm, layer, a):
     return x + mlp(x)
 
 
-FORMULAS = (pre, post, reordered, peri, scaled, deepnorm, rezero, mix, hybrid)
+def keel(x, attention, mlp, norm, layer, a):
+    alpha = 2 * LAYERS  # the number of sub-layers
+    x = norm("attention_residual")(alpha * x + attention(norm("attention_input")(x)))
+    return norm("mlp_residual")(alpha * x + mlp(norm("mlp_input")(x)))
+
+
+def peri_scaled(x, attention, mlp, norm, layer, a):
+    return peri(x, attention, mlp, norm, layer, a)
+
+
+def ngpt(x, attention, mlp, norm, layer, a):
+    # a is stored as 16 ** -0.5 at the start, for 0.05.
+    one, other = (step.weight.detach().abs() * 4 * 0.05 for step in a)
+    x = norm("attention_residual")((1 - one) * x + one * norm("attention_output")(attention(x)))
+    return norm("mlp_residual")((1 - other) * x + other * norm("mlp_output")(mlp(x)))
+
+
+FORMULAS = (
+    *(pre, post, reordered, peri, scaled, deepnorm, rezero, mix, hybrid),
+    *(keel, peri_scaled, ngpt),
+)
 
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda f: f.__name__)
@@ -138,6 +161,9 @@ SLOTS = {
     "deepnorm": (("residual",), BOTH, False),
     "rezero": ((), BOTH, False),
     "hybrid": (("residual",), BOTH[:1], True),
+    "keel": (("input", "residual"), BOTH, False),
+    "peri_scaled": (("input", "output"), BOTH, True),
+    "ngpt": (("output", "residual"), BOTH, False),
 }
 
 
@@ -215,6 +241,46 @@ def test_deepnorm_divides_the_start_of_some_weights():
         torch.testing.assert_close(
             deep[name], plain[name] / divisor, rtol=1e-6, atol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.parametrize(
+    ("norm", "start"),
+    [
+        ({}, 9**-0.5),
+        ({"kind": "layernorm"}, 9**-0.5),
+        ({"kind": "dyt"}, 9**-0.5),
+        ({"options": {"unit_offset": True}}, 9**-0.5 - 1),
+    ],
+    ids=str,
+)
+def test_peri_scaled_starts_with_a_small_gain_at_the_output(norm, start):
+    config = {"vocab_size": 17, "dim": 16, "n_layers": 9, "n_heads": 4, "ffn_dim": 16}
+    norm = {"placement": "peri_scaled", **norm}
+    model = Transformer(ModelConfig.model_validate(config | {"norm": norm}))
+    plain = 0.0 if "options" in norm else 1.0
+    for block in model.blocks:
+        for outer in (block.attention_output_norm, block.mlp_output_norm):
+            torch.testing.assert_close(outer.weight, torch.full((16,), start))
+        for inner in (block.attention_input_norm, block.mlp_input_norm, model.final_norm):
+            torch.testing.assert_close(inner.weight, torch.full((16,), plain))
+
+
+def test_peri_scaled_changes_what_each_kind_calls_its_gain():
+    config = {"vocab_size": 17, "dim": 16, "n_layers": 4, "n_heads": 4, "ffn_dim": 16}
+    norm = {"placement": "peri_scaled", "kind": "scalenorm"}
+    model = Transformer(ModelConfig.model_validate(config | {"norm": norm}))
+    assert model.blocks[0].mlp_output_norm.g.item() == pytest.approx(4 / 2)
+    norm["kind"] = "l2norm"  # no gain: as peri
+    assert not list(
+        Transformer(ModelConfig.model_validate(config | {"norm": norm}))
+        .blocks[0]
+        .mlp_output_norm.parameters()
+    )
+
+
+def test_ngpt_norms_queries_and_keys_itself():
+    with pytest.raises(ValueError, match="norms q and k itself; leave this at none"):
+        NormConfig(kind="l2norm", placement="ngpt", qk_norm="head")
 
 
 # ---------------------------------------------------------------- rows of one's own

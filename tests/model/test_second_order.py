@@ -91,3 +91,28 @@ def test_first_and_second_gradients(
         wanted = want[name], want[name], want_second[name]
         for got, true in zip(gradients, wanted, strict=True):
             assert relative_error(got, true) < rtol, name
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own use
+@pytest.mark.parametrize("function", [loss, logits])
+def test_forward_mode_agrees_with_reverse_mode(kernels: str, function: Function) -> None:
+    config = ModelConfig(vocab_size=40, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=16)
+    call = Call(Transformer(config, seed=0).double(), function)
+    weights = dict(call.named_parameters())
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 40, (2, 9), generator=generator)
+    tangents = {
+        name: torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+        for name, weight in weights.items()
+    }
+
+    def value(weights: dict[str, Tensor]) -> Tensor:
+        return functional_call(call, weights, (tokens,))
+
+    gradients = torch.func.grad(value)(weights)
+    want = sum((gradients[name] * tangents[name]).sum() for name in weights)
+    _, got = torch.func.jvp(value, (weights,), (tangents,))
+    torch.testing.assert_close(got, want)
+    _, product = torch.func.jvp(torch.func.grad(value), (weights,), (tangents,))
+    _, back = torch.func.vjp(torch.func.grad(value), weights)
+    torch.testing.assert_close(product, back(tangents)[0])  # the Hessian is symmetric

@@ -11,6 +11,7 @@ from minillama.errors import ConfigError
 from minillama.model.kernels import attend, linear_cross_entropy
 from minillama.model.norms import norm_parameter_names, register_norm
 from minillama.model.transformer import Transformer, initialise
+from minillama.sampling import generate
 
 VOCAB, LENGTH = 23, 9
 
@@ -113,7 +114,7 @@ def test_a_norms_parameters_are_known_by_its_class_not_by_a_name(scratch_registr
 WIDE = {"dim": 128, "ffn_dim": 352, "n_layers": 3, "vocab_size": 512, "n_kv_heads": 4}
 
 
-@pytest.mark.parametrize("init", ["normal", "fan_in"])
+@pytest.mark.parametrize("init", ["normal", "plain_normal", "fan_in"])
 def test_the_standard_deviations_are_those_documented(init):
     model = build(init=init, tie_embeddings=False, **WIDE)
     norms = norm_parameter_names(model)
@@ -121,7 +122,7 @@ def test_the_standard_deviations_are_those_documented(init):
         if name in norms:
             assert torch.equal(weight, torch.ones_like(weight))
             continue
-        std = {"normal": 0.02, "fan_in": weight.shape[1] ** -0.5}[init]
+        std = {"fan_in": weight.shape[1] ** -0.5}.get(init, 0.02)
         if init == "normal" and name.endswith(("o_proj.weight", "down_proj.weight")):
             std = 0.02 / math.sqrt(2 * 3)
         assert weight.std().item() == pytest.approx(std, rel=0.03), name
@@ -402,8 +403,18 @@ def test_a_model_can_be_copied_pickled_saved_and_loaded():
     assert torch.equal(model(TOKENS), expected)
 
 
-def test_a_compiled_model_computes_the_same_without_a_graph_break():
-    model = build(init="fan_in", norm={"qk_norm": "head"})
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"norm": {"qk_norm": "head"}},
+        {"norm": {"v_norm": True, "placement": "keel"}, "attention_gate": "element"},
+        {"norm": {"kind": "l2norm", "placement": "ngpt"}},
+    ],
+    ids=str,
+)
+def test_a_compiled_model_computes_the_same_without_a_graph_break(changed):
+    model = build(init="fan_in", **changed)
+    torch._dynamo.reset()
     # Whether it can be captured whole is the question; machine code would only cost time here.
     compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
     results = []
@@ -453,3 +464,30 @@ def test_sizes_that_do_not_fit_attention_are_refused():
     for k in (q[:, :2], q[..., :6], q[0]):
         with pytest.raises(ValueError, match="must be q"):
             attend(q, k, k)
+
+
+def test_a_model_on_the_meta_device_gives_shapes_and_generates_nothing():
+    config = ModelConfig(vocab_size=20, dim=16, n_layers=1, n_heads=2, max_seq_len=8)
+    with torch.device("meta"):
+        model, tokens = Transformer(config), torch.zeros(2, 4, dtype=torch.long)
+    assert model(tokens).shape == (2, 4, 20)
+    assert model.loss(tokens, tokens).shape == ()
+    with pytest.raises(ConfigError, match="meta device, without weights"):
+        generate(model, [1], 3)
+
+
+def test_targets_of_32_bits_count_as_those_of_64():
+    config = ModelConfig(vocab_size=20, dim=16, n_layers=1, n_heads=2, max_seq_len=8)
+    model, tokens = Transformer(config), torch.arange(8).reshape(2, 4)
+    narrow = tokens.int()
+    assert torch.equal(model.loss(narrow, narrow), model.loss(tokens, tokens))
+
+
+def test_an_exported_model_takes_other_sizes():
+    config = ModelConfig(vocab_size=20, dim=16, n_layers=1, n_heads=2, max_seq_len=8)
+    model, auto = Transformer(config), torch.export.Dim.AUTO
+    exported = torch.export.export(
+        model, (torch.zeros(2, 4, dtype=torch.long),), dynamic_shapes=({0: auto, 1: auto},)
+    )
+    tokens = torch.arange(18).reshape(3, 6)
+    torch.testing.assert_close(exported.module()(tokens), model(tokens))

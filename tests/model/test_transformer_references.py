@@ -12,6 +12,8 @@ from transformers import (
     LlamaForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -148,6 +150,73 @@ def test_reordered_norm_and_qk_norm_in_full_are_those_of_olmo_2():
     check_logits_loss_and_gradients(
         *pair(Olmo2ForCausalLM, Olmo2Config, REORDERED, tied=False, norm=norm)
     )
+
+
+def test_zero_centred_gains_and_gated_attention_are_those_of_qwen_3_5():
+    # Its attention layers and gains are Qwen3-Next's, with a plain MLP.
+    torch.manual_seed(0)
+    theirs = Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            layer_types=["full_attention"] * 2,
+            max_position_embeddings=LENGTH,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1},
+            initializer_range=0.2,
+            pad_token_id=None,
+        )
+    )
+    for weight in theirs.parameters():
+        if weight.ndim == 1:
+            weight.data += 0.3 * torch.randn_like(weight)
+    model = Transformer(
+        ModelConfig(
+            vocab_size=VOCAB,
+            dim=32,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            ffn_dim=48,
+            max_seq_len=LENGTH,
+            tie_embeddings=False,
+            attention_gate="element",
+            norm={
+                "eps": 1e-6,
+                "options": {"unit_offset": True},
+                "qk_norm": "head",
+                "qk_unit_offset": True,
+            },
+        )
+    )
+
+    def ours(tensors):
+        """Return tensors by our names; q_proj holds queries and gates, head by head."""
+        found = {ours_for(name, PRE): tensor for name, tensor in tensors.items()}
+        for layer in range(2):
+            name = f"blocks.{layer}.attention.{{}}_proj.weight"
+            queries, gates = found[name.format("q")].unflatten(0, (4, 2, 8)).unbind(1)
+            found[name.format("q")] = queries.flatten(0, 1)
+            found[name.format("g")] = gates.flatten(0, 1)
+        return found
+
+    model.load_state_dict(ours({n: p.detach() for n, p in theirs.named_parameters()}))
+    tokens, targets = inputs()
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=2e-5)
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    model.loss(tokens, targets).backward()
+    gradients = ours({n: p.grad for n, p in theirs.named_parameters()})
+    for name, weight in model.named_parameters():
+        scale = gradients[name].abs().max().item()
+        assert scale > 0, name
+        torch.testing.assert_close(
+            weight.grad / scale, gradients[name] / scale, rtol=0, atol=2e-5, msg=name
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -16,6 +16,7 @@ from minillama.model.transformer import Transformer
 from minillama.plan import memory
 from minillama.plan.memory import PROCESS, Execution, estimate_memory, measure_kept
 from minillama.plan.parameters import layer_kinds
+from minillama.training.optim import build_optimizer
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 300,
@@ -62,6 +63,8 @@ def saved_bytes(model: Transformer, tokens_BT: torch.Tensor) -> int:
         {"norm": {"kind": "derf"}},
         {"norm": {"kind": "scalenorm"}},
         {"norm": {"options": {"partial": 0.5}}},
+        {"norm": {"v_norm": True}, "attention_gate": "element"},
+        {"norm": {"placement": "ngpt", "kind": "l2norm"}},
         {"ffn_dim": 161},  # no whole vectors
     ],
     ids=str,
@@ -231,3 +234,18 @@ def test_a_cpu_run_takes_the_estimated_memory(tmp_path: Path) -> None:
 def test_larger_cpu_runs_take_the_estimated_memory(raw: dict[str, Any], tmp_path: Path) -> None:
     taken, estimated = measured_and_estimated(raw, tmp_path)
     assert estimated == pytest.approx(taken, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd", "lion"])
+def test_the_optimizers_state_is_what_a_step_leaves(kind):
+    fields = {"vocab_size": 300, "dim": 32, "n_layers": 2, "tie_embeddings": False}
+    raw = {"model": fields, "optim": {"kind": kind}, "tokenizer": {"kind": "byte"}}
+    config = parse_run(raw, "test")
+    model = Transformer(config.model)
+    optimizer = build_optimizer(model, config.optim)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+    expected = sum(tensor.nbytes for tensor in kept)
+    assert estimate_memory(config, on_cpu=True).optimizer == expected

@@ -48,7 +48,9 @@ def test_every_kind_and_placement_is_counted_as_it_is_built(kind: str, placement
     "changed",
     [
         {"tie_embeddings": False, "embed_scale": "learned"},
-        {"norm": {"qk_norm": "head"}},
+        {"norm": {"qk_norm": "head", "qk_unit_offset": True, "v_norm": True}},
+        {"attention_gate": "head"},
+        {"attention_gate": "element"},
         {"norm": {"qk_norm": "full", "final_norm": False}},
         {"norm": {"options": {"affine": False}}},
         {"norm": {"options": {"bias": True}}},

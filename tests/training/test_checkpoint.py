@@ -358,3 +358,14 @@ def test_the_error_for_a_wrong_path_lists_the_folder(run, tmp_path):
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(ConfigError, match="this run has written none yet"):
         resolve_checkpoint(run)
+
+
+def test_a_path_that_can_be_no_checkpoint_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    for path, said in (
+        (os.devnull, "it is a file"),
+        (tmp_path / "file" / "run", "holds file"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        with pytest.raises(ConfigError, match=f"no checkpoint at .*: .*{said}"):
+            load_checkpoint(path)

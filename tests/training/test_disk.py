@@ -98,7 +98,7 @@ def test_a_bound_on_files_at_the_first_save_or_a_later_one(
 ):
     config = tiny(**SAVING)
     before_step(step, lambda: file_limit(limit))
-    with pytest.raises(RunFolderError, match="File too large"):
+    with pytest.raises(RunFolderError, match=r"File too large; .*raise the limit .*ulimit -f"):
         run(config)
     file_limit(resource.RLIM_INFINITY)
     before_step(None, None)
@@ -155,6 +155,7 @@ def test_a_folder_that_loses_its_permission_midway_keeps_what_was_saved(tiny, tm
     checkpoints.chmod(0o755)
     assert process.returncode == 1
     assert "Permission denied" in said
+    assert "make the folder writable" in said
     assert f"{RunFolder(Path(config.out_dir)).newest()} is complete" in said
     assert said.count("\n") == 1
     read_checkpoint(checkpoints / "last", for_resume=True)
@@ -165,7 +166,7 @@ def test_a_folder_removed_midway_is_an_error_and_not_recreated(tiny, before_step
     config = tiny(**SAVING)
     gone = Path(config.out_dir) / what
     before_step(4, lambda: shutil.rmtree(gone))
-    with pytest.raises(RunFolderError, match="No such file or directory; no checkpoint"):
+    with pytest.raises(RunFolderError, match=r"No such file .*; no checkpoint .* restore it"):
         run(config)
     assert not gone.exists()
 

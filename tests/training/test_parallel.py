@@ -558,3 +558,14 @@ def test_other_ways_to_compute_agree_as_well(runs, alone, kind, how):
     folder, _ = runs.together(2, f"{kind}-{how}", patch=patch, **fields, **{"train.parallel": kind})
     ours, theirs = ([x["loss"] for x in lines_with(path, "loss")] for path in (folder, other))
     assert ours == pytest.approx(theirs, abs=within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_weights_that_are_normalised_stay_so_on_several_processes(runs, kind):
+    fields = {"model.norm.kind": "l2norm", "model.norm.placement": "ngpt"}
+    fields |= {"model.attention_gate": "head", "model.embed_scale": "none"}
+    other = runs.alone(f"{kind}-ngpt-alone", **fields)
+    folder, _ = runs.together(2, f"{kind}-ngpt", **fields, **{"train.parallel": kind})
+    ours, theirs = ([x["loss"] for x in lines_with(path, "loss")] for path in (folder, other))
+    assert ours == pytest.approx(theirs, abs=1e-5)

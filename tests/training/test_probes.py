@@ -38,7 +38,7 @@ def probed_step(model, tokens_BT, lr=0.1):
     return probe.after_update(), before
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "peri", "rezero", "hybrid"])
+@pytest.mark.parametrize("placement", ["pre", "post", "peri", "rezero", "hybrid", "ngpt"])
 def test_every_layer_and_the_output_have_their_measures(placement):
     probe, _ = probed_step(build(norm={"placement": placement}), tokens())
     assert list(probe) == ["layer_0", "layer_1", "output"]

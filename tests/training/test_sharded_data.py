@@ -28,7 +28,7 @@ def test_a_run_on_shards_trains_resumes_and_is_judged(sharded, tmp_path):
     prepared = prepare(sharded())
     assert isinstance(prepared.train, TokenShards)
     assert len(prepared.train.files) > 3
-    assert whole["fate"] in ("ok", "collapsed")
+    assert whole["fate"] in ("ok", "undertrained", "collapsed")
     assert whole["val_loss"] < whole["init_val_loss"]
     assert whole["n_val_tokens"] == len(prepared.val)
 

@@ -8,6 +8,7 @@ from minillama.training.stability import (
     SPIKE_WINDOW,
     decide_update,
     is_spike,
+    is_still_falling,
     remedies,
 )
 from minillama.training.summary import Progress
@@ -40,12 +41,12 @@ def test_what_becomes_of_an_update(tiny, rule, dtype, loss, norm, in_a_row, expe
 def test_progress_counts_skips_and_keeps_a_bounded_window():
     progress = Progress()
     for loss in [3.0, 3.1] * 100:
-        assert not progress.count_step(loss, 64, skipped=False)
+        assert not progress.count_step(loss, 64, 1000, skipped=False)
     for skipped in (True, True, False, True):
-        progress.count_step(NAN if skipped else 3.0, 64, skipped=skipped)
+        progress.count_step(NAN if skipped else 3.0, 64, 1000, skipped=skipped)
     assert (progress.skipped, progress.skipped_in_a_row) == (3, 1)
     assert (progress.step, progress.tokens) == (204, 204 * 64)
-    assert progress.count_step(1e9, 64, skipped=False)
+    assert progress.count_step(1e9, 64, 1000, skipped=False)
     assert progress.spikes == 1
     assert len(progress.losses_before) == SPIKE_WINDOW
     assert all(map(math.isfinite, progress.losses_before))
@@ -76,3 +77,31 @@ def test_a_spike_stands_out_from_the_losses_before_it():
     assert not is_spike(4.0, losses[: MIN_SPIKE_HISTORY - 1])
     for value in (math.nan, math.inf):  # not a spike: something else becomes of it
         assert not is_spike(value, losses)
+
+
+@pytest.mark.parametrize(
+    ("quarters", "expected"),
+    [
+        ([5.0, 4.2, 3.9, 3.7], True),  # at a rate too low: falls all along
+        ([3.6, 3.43, 3.38, 3.25], False),  # at a rate too high: falls as the rate decays
+        ([3.4, 3.30, 3.31, 3.28], False),  # collapsed: flat
+        ([6.6, 5.0, 3.6, 3.3], False),  # rose first
+        ([5.0, 4.0, 3.6, 3.7], False),  # rises at the end
+        ([5.0, 4.0, NAN, 3.0], False),
+    ],
+)
+def test_a_loss_that_falls_all_along_is_still_falling(quarters, expected):
+    assert is_still_falling(6.0, quarters) is expected
+
+
+def test_progress_keeps_the_mean_loss_of_each_quarter():
+    progress = Progress(init_val_loss=6.0)
+    assert progress.still_falling  # too few steps show no plateau
+    losses = [5.5, 5.5, 4.5, 4.5, 4.5, 4.5, NAN, NAN, 4.0, 4.0, 3.8, 3.8, 3.7, 3.7, 3.5, 3.5]
+    for loss in losses:
+        progress.count_step(loss, 64, len(losses), skipped=math.isnan(loss))
+    assert progress.quarter_sums == pytest.approx([20.0, 9.0, 15.6, 14.4])
+    assert progress.quarter_steps == [4, 2, 4, 4]
+    assert progress.still_falling
+    progress.init_val_loss = 4.9
+    assert not progress.still_falling

@@ -24,6 +24,22 @@ def test_fate_by_the_final_loss(final, expected):
     assert fate(final, 5.0, 3.0) == expected
 
 
+def test_a_loss_still_falling_above_the_line_is_undertrained():
+    assert fate(2.9, 5.0, 3.0, still_falling=True) == "undertrained"
+    assert fate(2.89, 5.0, 3.0, still_falling=True) == "ok"
+    assert fate(5.0, 5.0, 3.0, still_falling=True) == "diverged"
+
+
+def test_a_summary_holds_the_distance_to_the_line(tiny):
+    config = tiny(**{"train.steps": 20})
+    progress = Progress(step=20, evaluated_step=20, init_val_loss=5.0, val_loss=3.2)
+    ended = summarise(config, progress, FACTS, fate="collapsed")
+    assert ended["distance_to_collapse"] == pytest.approx(0.3)
+    assert ended["still_falling"] is False
+    unfinished = summarise(config, progress, FACTS, fate=None)
+    assert (unfinished["distance_to_collapse"], unfinished["still_falling"]) == (None, None)
+
+
 def test_a_loss_at_init_below_the_unigram_entropy_is_divergence_first():
     assert fate(2.95, 2.5, 3.0) == "diverged"
 

@@ -1,6 +1,7 @@
 import logging
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -96,7 +97,7 @@ def test_a_run_leaves_its_folder_as_described(tiny):
     assert [line["tokens"] for line in trained] == [64 * step for step in range(1, 9)]
     assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8]
     assert trained[1]["lr"] == config.optim.lr
-    assert summary["fate"] == "collapsed"  # eight steps teach little
+    assert summary["fate"] == "undertrained"  # eight steps teach little
     assert summary["finished"]
     assert (summary["steps"], summary["tokens"], summary["seed"]) == (8, 512, 0)
     assert summary["train_loss"] == pytest.approx(sum(line["loss"] for line in trained) / 8)
@@ -284,6 +285,18 @@ def test_a_stopped_run_goes_on_to_the_bit(tiny, before_step, step):
             assert counts["evaluated_step"] == when
             counts.clear()
     assert rest == expected_rest
+
+
+@pytest.mark.parametrize("kind", ["muon", "sgd", "lion"])
+def test_every_optimizer_goes_on_to_the_bit(tiny, before_step, kind):
+    fields = BUSY | {"optim.kind": kind, "optim.groups": {"embed": {"lr_factor": 0.5}}}
+    whole, parts = (tiny(out=out, **fields) for out in ("whole", "parts"))
+    expected = result_of(whole, run(whole))
+    before_step(4, interrupt)
+    with pytest.raises(InterruptedRunError):
+        run(parts)
+    before_step(None, None)
+    assert result_of(parts, run(parts, resume=True)) == expected
 
 
 def test_a_signal_during_validation_does_not_wait_for_it(tiny, monkeypatch):
@@ -534,3 +547,11 @@ def test_config_errors_come_before_any_work(tiny, tmp_path, monkeypatch):
         run(tiny(**{"train.device": "cuda:63"}))
     with pytest.raises(RunFolderError, match="cannot be written"):
         run(tiny().model_copy(update={"out_dir": "/proc/run"}))
+
+
+def test_the_last_line_of_progress_shows_the_last_validation(tiny, capsys):
+    config = tiny(**{"train.eval_every": 2})
+    train(config)
+    shown = re.findall(r"step (\d+)/\1,.* val (\d\.\d+)", capsys.readouterr().err)
+    last = metrics(config, "val_loss")[-1]
+    assert shown == [(str(last["step"]), f"{last['val_loss']:.3f}")]

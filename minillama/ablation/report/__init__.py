@@ -1,6 +1,6 @@
 """The report of an ablation or of a single run, made from the files of its runs and nothing else.
 
-    folder ──read_results──▶ ──analyse──▶ report.html, report.png, table.tex, cells.parquet
+    folder ──read_results──▶ ──analyse──▶ report.html, report.png, findings.md, table.tex, …
 
 Needs the ``report`` extra: pip install "minillama[report]".
 """
@@ -14,14 +14,17 @@ from pathlib import Path
 import pandas as pd
 
 from minillama.ablation.analysis import ArmResult, analyse_arms, compare_arms
+from minillama.ablation.failures import FAILED
 from minillama.ablation.report.page import render
 from minillama.ablation.report.picture import write_picture
-from minillama.ablation.report.prose import FAILED, headline
+from minillama.ablation.report.prose import headline
+from minillama.ablation.report.quote import findings_markdown
 from minillama.ablation.results import COLUMNS, Results, read_results, table_row
 from minillama.files import atomic_file, explain_write_errors, write_atomic
 from minillama.formatting import format_number, pluralize
 
 _TEXT_COLUMNS = ("arm", "fate", "run_dir", "config_hash", "weights_hash", "data_hash", "error")
+_BOOLEAN_COLUMNS = ("still_falling", "in_grid")
 _INTEGER_COLUMNS = ("seed", "steps", "tokens", "best_step", "n_params", "n_norm_params", "threads")
 
 
@@ -29,7 +32,8 @@ def write_report(folder: str | Path) -> Path:
     """Write report.html and report.png into ``folder`` and return the path of the page.
 
     ``folder`` is that of an ablation, finished or not, or of a single run.  An ablation's also gets
-    ``table.tex`` (the table of arms for a paper) and ``cells.parquet`` (``cells.csv`` with types).
+    ``findings.md`` (the lines to quote), ``table.tex`` (the table of arms for a paper) and
+    ``cells.parquet`` (``cells.csv`` with types).
 
     Raises:
         ConfigError: the folder contains neither an ablation nor a run.
@@ -45,6 +49,8 @@ def write_report(folder: str | Path) -> Path:
             verdict = headline(results, arms, comparisons)
             write_picture(picture, results, arms, verdict, _small_print(results))
         if results.is_ablation:
+            found = findings_markdown(results, arms, comparisons)
+            write_atomic(results.folder / "findings.md", found)
             write_atomic(results.folder / "table.tex", latex_table(arms))
             with atomic_file(results.folder / "cells.parquet") as parquet:
                 cell_table(results).to_parquet(parquet, index=False)
@@ -56,8 +62,9 @@ def _small_print(results: Results) -> str:
     parts = []
     for key, noun in (("n_params", "parameter"), ("steps", "step")):
         values = [int(run.figure(key)) for run in ended if run.figure(key) > 0]
-        if values:
-            parts.append(pluralize(max(values), noun))
+        if values:  # axes may change the size of the model
+            smallest = f"{min(values):,} to " if min(values) < max(values) else ""
+            parts.append(smallest + pluralize(max(values), noun))
     parts.append(pluralize(len(ended), "run"))
     crosses = "; crosses: failed runs" if any(run.fate != "ok" for run in ended) else ""
     return (
@@ -71,7 +78,7 @@ def cell_table(results: Results) -> pd.DataFrame:
     rows = [table_row(run, results.folder) for run in (*results.runs, *results.left_out)]
     types = dict.fromkeys(COLUMNS, "float64")
     types |= dict.fromkeys(_TEXT_COLUMNS, "string") | dict.fromkeys(_INTEGER_COLUMNS, "Int64")
-    types["in_grid"] = "boolean"
+    types |= dict.fromkeys(_BOOLEAN_COLUMNS, "boolean")
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(types)
 
 
@@ -90,7 +97,7 @@ def latex_table(arms: Sequence[ArmResult]) -> str:
             {
                 "arm": _escape_latex(arm.name),
                 "best LR": f"{arm.best_lr:g}",
-                "loss (nats)": f"${loss}$".replace("−", "-"),
+                r"loss $\pm$ sd (nats)": f"${loss}$".replace("−", "-"),
                 "$S$ plain": format_number(plain).replace("–", "--"),
                 "$S$ trapezoid": format_number(trapezoid).replace("–", "--"),
                 "basin (decades)": f"${basin}$",

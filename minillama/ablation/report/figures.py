@@ -37,6 +37,7 @@ _LIGHT = ("#0072B2", "#D55E00", "#009E73", "#B4558D", "#B97F00", "#3A9BD9", "#33
 _DARK = ("#5AAEE8", "#FF8F55", "#33C79E", "#E59CC8", "#F0B640", "#A9D9F8", "#E4E4E4", "#DDD06A")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "star", "hexagon")
+_THICK_RING = {"symbol": "circle-open", "size": 11, "line": {"width": 2}}
 _CROSS = {"symbol": "x-thin", "size": 11, "line": {"width": 3}}
 
 
@@ -182,7 +183,11 @@ def loss_by_rate(results: Results, arms: Sequence[ArmResult]) -> Figure:
         }
         x, y = list(means), list(means.values())
         traces.append(_trace(style, "lines", x, y, digits=5, hoverinfo="skip"))
-        for fate, look in (("ok", {}), ("collapsed", _CROSS)):
+        for fate, look in (
+            ("ok", {}),
+            ("undertrained", _THICK_RING),
+            ("collapsed", _CROSS),
+        ):
             runs = [run for run in arm.runs if run.fate == fate and run.has_loss]
             losses = [run.figure("val_loss") for run in runs]
             traces.append(_run_marks(style, runs, losses, look))

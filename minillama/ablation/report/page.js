@@ -33,7 +33,7 @@ function painted(trace, look) {
   if (trace.line) out.line = { ...trace.line, color: colour };
   if (trace.marker) {
     const edge = { width: 1, color: look.card, ...trace.marker.line };
-    if (String(trace.marker.symbol).endsWith("-thin")) edge.color = colour;
+    if (String(trace.marker.symbol).match(/-(thin|open)$/)) edge.color = colour;
     out.marker = { ...trace.marker, color: colour, line: edge };
   }
   if (trace.error_x) out.error_x = { ...trace.error_x, color: colour };

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,13 @@ from plotly.offline import get_plotlyjs
 
 from minillama.ablation.analysis import ArmResult, Comparison
 from minillama.ablation.measures import Basin
-from minillama.ablation.report import prose
+from minillama.ablation.report import prose, quote
+from minillama.ablation.report.cost import costs
 from minillama.ablation.report.curves import SMOOTHED_SHARE
+from minillama.ablation.report.fates import LINE_SHIFTS, failed_in_all, fate_rows
 from minillama.ablation.report.figures import arm_styles, page_data
+from minillama.ablation.report.sensitivity import RANK_DEPTH, sensitivity_rows
+from minillama.ablation.report.wording import ALPHA, format_interval, format_p_value
 from minillama.ablation.results import Results, Run, table_row
 from minillama.ablation.statistics import MIN_PAIRS_FOR_SIGN_FLIP
 from minillama.formatting import (
@@ -32,12 +35,12 @@ _MAX_DATA_BYTES = 900_000
 """With plotly.js this makes a page below 6 MB."""
 _HERE = Path(__file__).parent
 
-_CAPTIONS = {
+CAPTIONS = {
     "loss-rate": (
         "Loss against learning rate",
         "Each mark is the loss of one run on the whole validation split at its end; lines join the "
         "means over seeds. A cross is a run that failed: at its loss if it collapsed, at the upper "
-        "edge if it diverged.",
+        "edge if it diverged. An open ring is a run that was still falling (undertrained).",
     ),
     "loss-step": (
         "Loss against step",
@@ -96,15 +99,23 @@ def render(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Co
     data, payload = _data_within_size(results, arms, comparisons)
     config_file = "ablation.yaml" if results.is_ablation else "config.yaml"
     config = (results.folder / config_file).read_text(encoding="utf-8")
+    rows = fate_rows(arms)
     template = _environment().get_template("page.html")
     return template.render(
         results=results,
         kind="ablation" if results.is_ablation else "training run",
         headline=prose.headline(results, arms, comparisons),
+        quotable=quote.quotable(results, arms, comparisons),
         findings=prose.findings(results, arms, comparisons),
         cautions=prose.cautions(results, arms),
         facts=_facts(results),
         arms=arms,
+        fates=[row for row in rows if row.is_notable],
+        n_unremarkable=sum(row.n for row in rows if not row.is_notable),
+        failed_in_all=failed_in_all(rows),
+        sensitivities=sensitivity_rows(arms),
+        costs=costs(arms),
+        workers=sorted({session.workers for session in results.sessions}),
         means={c.arm: c.mean for c in comparisons},
         sample=None if results.is_ablation else results.runs[0].summary.get("sample"),
         styles=arm_styles(results.arms),
@@ -119,7 +130,7 @@ def render(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Co
         rates=data["rates"],
         pairs=[c for c in comparisons if len(c.seeds) > 1],
         rows=[(run, table_row(run, results.folder)) for run in results.runs],
-        small_print=_small_print(results),
+        small_print=_small_print(results, arms),
         config=config,
         config_hash=hashlib.sha256(config.encode()).hexdigest(),
         data=payload,
@@ -136,7 +147,7 @@ def _environment() -> Environment:
     )
     environment.filters.update(
         number=format_number,
-        p_value=prose.format_p_value,
+        p_value=format_p_value,
         si=format_si,
         is_finite=math.isfinite,
         rate=lambda lr: f"{lr:g}" if math.isfinite(lr) else MISSING,
@@ -148,11 +159,13 @@ def _environment() -> Environment:
         css=(_HERE / "page.css").read_text(encoding="utf-8"),
         js=(_HERE / "page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
-        captions=_CAPTIONS,
+        captions=CAPTIONS,
         dashes=_DASHES,
         symbols=_SYMBOLS,
-        interval=prose.format_interval,
-        alpha=prose.ALPHA,
+        interval=format_interval,
+        alpha=ALPHA,
+        line_shifts=LINE_SHIFTS,
+        rank_depth=RANK_DEPTH,
         min_pairs=MIN_PAIRS_FOR_SIGN_FLIP,
         nan=math.nan,
     )
@@ -207,7 +220,7 @@ def _facts(results: Results) -> list[tuple[str, str]]:
     ]
 
 
-def _small_print(results: Results) -> list[tuple[str, str]]:
+def _small_print(results: Results, arms: Sequence[ArmResult]) -> list[tuple[str, str]]:
     ended = [run for run in results.runs if run.ended]
     seeds = ", ".join(str(seed) for seed in results.seeds)
     rates = ", ".join(f"{lr:g}" for lr in results.lrs)
@@ -215,6 +228,7 @@ def _small_print(results: Results) -> list[tuple[str, str]]:
         ("equal start", prose.equal_start(results)),
         ("S", prose.SENSITIVITY_MEANING),
         ("basin", prose.BASIN_MEANING),
+        ("margin", quote.margin_meaning(results, arms)),
     ]
     n_tokens = _distinct(ended, "n_val_tokens")
     validation = f"{prose.VALIDATION_MEANING} {n_tokens + ' tokens' if n_tokens else ''}".rstrip()
@@ -229,7 +243,7 @@ def _small_print(results: Results) -> list[tuple[str, str]]:
         ("threads per run", _distinct(ended, "threads")),
         ("device", _distinct(ended, "device")),
         ("machine", _distinct(ended, "machine")),
-        ("repeat with", _command(results)),
+        ("repeat with", quote.command(results.folder, results)),
     ]
 
 
@@ -246,9 +260,3 @@ def _versions(runs: Sequence[Run]) -> list[str]:
         if isinstance(run.summary.get("versions"), dict)
     }
     return sorted(found)
-
-
-def _command(results: Results) -> str:
-    command, name = ("ablate", "ablation") if results.is_ablation else ("train", "config")
-    path = results.folder / f"{name}.yaml"
-    return shlex.join(("minillama", command, str(path), "out_dir=NEW_FOLDER"))

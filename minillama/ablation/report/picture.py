@@ -40,6 +40,7 @@ _MARKERS = {
     "star": "*",
     "hexagon": "h",
     "x-thin": "x",
+    "circle-open": "o",
 }
 _INK, _SOFT, _GRID = "#1d2126", "#59616b", "#e4e1da"
 _POINTS_PER_PIXEL = 0.75  # sizes of the figures' data are in pixels, matplotlib's in points
@@ -239,7 +240,9 @@ def _draw_traces(
             cross = marker["symbol"] == "x-thin"
             look["marker"] = _MARKERS[marker["symbol"]]
             look["markersize"] = _POINTS_PER_PIXEL * marker["size"]
-            look["markeredgecolor"] = color if cross else "white"
+            ring = marker["symbol"] == "circle-open"
+            look["markeredgecolor"] = color if cross or ring else "white"
+            look["fillstyle"] = "none" if ring else "full"
             look["markeredgewidth"] = _POINTS_PER_PIXEL * marker.get("line", {"width": 1})["width"]
         y = [math.nan if value is None else value for value in trace["y"]]
         axes.plot(trace["x"], y, **look)

@@ -6,58 +6,54 @@ All text here is plain; the page escapes it.
 from __future__ import annotations
 
 import math
-import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minillama.ablation.analysis import ArmResult, Comparison
+from minillama.ablation.failures import FAILED, compare_failures
+from minillama.ablation.grid import split_name
+from minillama.ablation.interactions import compare_over_axes
 from minillama.ablation.measures import BASIN_DEPTH
-from minillama.ablation.results import Results, Run
+from minillama.ablation.report.cost import costs
+from minillama.ablation.report.fates import LINE_SHIFTS, failed_in_all, fate_rows
+from minillama.ablation.report.inference import (
+    failure_rates,
+    interaction_sentences,
+    only_unadjusted,
+)
+from minillama.ablation.report.sensitivity import RANK_DEPTH, sensitivity_rows
+from minillama.ablation.report.wording import ALPHA, format_interval, format_p_value
+from minillama.ablation.results import ENDED, Results, Run
 from minillama.ablation.statistics import MIN_PAIRS_FOR_SIGN_FLIP
 from minillama.formatting import format_duration, format_number, join_words, pluralize
-from minillama.training.stability import COLLAPSE_MARGIN, SPIKE_SIGMAS, SPIKE_WINDOW
+from minillama.training.stability import (
+    COLLAPSE_MARGIN,
+    SPIKE_SIGMAS,
+    SPIKE_WINDOW,
+    STILL_FALLING_SHARE,
+)
 
-ALPHA = 0.05
-FAILED = ("diverged", "collapsed")
 PROTOCOL_LRS = 6
 PROTOCOL_SEEDS = 3
 PROTOCOL_BEST_SEEDS = 5
 MOST_NAMED = 4
-"""How many arms the headline names; the findings below it name all."""
+"""How many arms a sentence names; of more it says how many, and the tables name all."""
 
 
 # ------------------------------------------------------------------------------------- formatting
 
 
-def format_p_value(p: float) -> str:
-    """Return a p value with its relation, such as ``p = .031``."""
-    if math.isnan(p):
-        return "p unknown"
-    text = "p < .001" if p < 0.001 else f"p = {p:.3f}".replace("0.", ".", 1)
-    return text.replace(" ", "\N{NO-BREAK SPACE}")
-
-
-def format_interval(low: float, high: float, digits: int = 3) -> str:
-    """Return an interval, such as ``−0.012 to 0.034``; a dash where there is none."""
-    if not math.isfinite(low):
-        return format_number(math.nan)
-    return f"{format_number(low, digits)} to {format_number(high, digits)}"
-
-
-def join_some(names: Sequence[str]) -> str:
-    """Join the first names and the number of the others, such as ``a, b, c, d and 3 more``.
+def join_some(names: Sequence[str], n_all: int) -> str:
+    """Join names, such as ``a, b and c``; of many say how many of all they are: ``7 of 15 arms``.
 
     Names that contain commas are separated by semicolons.
     """
-    more = len(names) - MOST_NAMED
-    shown = [*names] if more <= 0 else [*names[:MOST_NAMED], f"{more} more"]
-    if len(shown) < 2 or not any("," in name for name in shown):
-        return join_words(shown)
-    return f"{'; '.join(shown[:-1])}; and {shown[-1]}"
-
-
-_BETWEEN_SETTINGS = re.compile(r"\+(?=[\w.-]+=)")
-"""Separates an arm's name from the value of an axis, and one such value from the next."""
+    if len(names) > MOST_NAMED:
+        return f"{len(names)} of {n_all} arms"
+    if len(names) < 2 or not any("," in name for name in names):
+        return join_words(names)
+    return f"{'; '.join(names[:-1])}; and {names[-1]}"
 
 
 def short_names(arms: Sequence[str]) -> dict[str, str]:
@@ -67,7 +63,7 @@ def short_names(arms: Sequence[str]) -> dict[str, str]:
     ``n_layers=24``: parts that all arms share are left out, and of a dotted name only the last part
     is kept.  Less is cut where a name would become empty or two would become equal.
     """
-    parts = {arm: _BETWEEN_SETTINGS.split(arm) for arm in arms}
+    parts = {arm: _parts(arm) for arm in arms}
     shared = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
     for left_out in (shared, set[str]()):
         short = {
@@ -79,6 +75,11 @@ def short_names(arms: Sequence[str]) -> dict[str, str]:
     return {arm: arm for arm in arms}
 
 
+def _parts(arm: str) -> list[str]:
+    name, settings = split_name(arm)
+    return [name, *(f"{axis}={value}" for axis, value in settings.items())]
+
+
 def _leaf(part: str) -> str:
     name, equals, value = part.partition("=")
     return name.rpartition(".")[2] + equals + value
@@ -88,16 +89,15 @@ def _leaf(part: str) -> str:
 
 
 def headline(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Comparison]) -> str:
-    """Return the verdict, then which runs failed and which are left out."""
+    """Return the verdict on the losses, how many runs failed, and which are left out."""
     if not results.is_ablation:
         return _single_run(results.runs[0])
     short = short_names([arm.name for arm in arms])
-    counts = [(sum(arm.fates[fate] for fate in FAILED), len(arm.runs), arm) for arm in arms]
-    counts = sorted((c for c in counts if c[0]), key=lambda c: c[0] / c[1], reverse=True)
-    failed = [f"{short[arm.name]} ({n} of {n_runs})" for n, n_runs, arm in counts]
     text = _losses(results, comparisons, short)
+    failed = sum(arm.fates[fate] for arm in arms for fate in FAILED)
+    ended = pluralize(sum(run.ended for run in results.runs), "run")
     if failed:
-        text += f" Runs failed in {join_some(failed)}."
+        text += f" {failed} of {ended} failed."
     return text + _left_out(results)
 
 
@@ -126,15 +126,17 @@ def _losses(results: Results, comparisons: Sequence[Comparison], short: Mapping[
     apart = [c for c in comparisons if c.p_holm < ALPHA]
     same = [c for c in comparisons if c.same_holm < ALPHA]
     if not apart and len(same) == len(comparisons):
-        names = join_some([short[c.arm] for c in comparisons])
+        names = join_some([short[c.arm] for c in comparisons], len(comparisons))
         return f"As good as its baseline within ±{results.margin:g} nats per token: {names}."
     if not apart:
         return "Not separable: these seeds show no difference between an arm and its baseline."
     by_size = sorted(apart, key=lambda c: abs(c.mean), reverse=True)
     lower = [short[c.arm] for c in by_size if c.mean < 0]
     higher = [short[c.arm] for c in by_size if c.mean > 0]
-    parts = [f"lower loss than its baseline: {join_some(lower)}"] if lower else []
-    parts += [f"higher loss than its baseline: {join_some(higher)}"] if higher else []
+    parts = [f"lower loss than its baseline: {join_some(lower, len(comparisons))}"] if lower else []
+    parts += (
+        [f"higher loss than its baseline: {join_some(higher, len(comparisons))}"] if higher else []
+    )
     return _sentence("; ".join(parts), " (each at its own best learning rate).")
 
 
@@ -144,11 +146,18 @@ def findings(
     """Return one sentence for each finding: the loss of each arm, failures, sensitivity."""
     if not results.is_ablation:
         return []
-    out = [_comparison(c, results.margin) for c in comparisons]
-    return out + [text for text in (_failures(arms), _sensitivity(arms, comparisons)) if text]
+    out = [_comparison(c, results.margin, len(comparisons)) for c in comparisons]
+    out += interaction_sentences(compare_over_axes(arms))
+    more = (
+        _failures(arms),
+        failure_rates(compare_failures(arms)),
+        _sensitivity(arms, comparisons),
+        _costs(arms, comparisons),
+    )
+    return out + [text for text in more if text]
 
 
-def _comparison(c: Comparison, margin: float) -> str:
+def _comparison(c: Comparison, margin: float, n_comparisons: int) -> str:
     """Compare an arm with its baseline at their best learning rates."""
     n = len(c.seeds)
     where = (
@@ -182,6 +191,7 @@ def _comparison(c: Comparison, margin: float) -> str:
     return (
         f"{c.arm} and {c.baseline} cannot be distinguished {where}, nor shown equivalent within "
         f"±{margin:g} nats per token ({evidence}); more seeds would narrow the interval."
+        + only_unadjusted(c, n_comparisons)
     )
 
 
@@ -199,35 +209,83 @@ def _single_run(run: Run) -> str:
 
 
 def _failures(arms: Sequence[ArmResult]) -> str:
-    parts = []
-    for arm in arms:
-        for fate in (*FAILED, "crashed"):
-            failed = [run for run in arm.runs if run.fate == fate]
-            if failed:
-                lrs = join_words(f"{lr:g}" for lr in sorted({run.lr for run in failed}))
-                parts.append(f"{len(failed)} of {arm.name}'s {len(arm.runs)} {fate} (at {lrs})")
-    if parts:
-        return f"Failures: {'; '.join(parts)}."
-    ended = sum(run.ended for arm in arms for run in arm.runs)
-    return f"Of {pluralize(ended, 'run')} that ended, none diverged or collapsed." if ended else ""
+    """Count the fates of all runs, and say whether the count of failures hangs on the line."""
+    fates = sum((arm.fates for arm in arms), Counter[str]())
+    ended = sum(fates[fate] for fate in ENDED)
+    if not ended:
+        return ""
+    named = [f"{fates[fate]} {fate}" for fate in (*FAILED, "undertrained") if fates[fate]]
+    text = f"Of {pluralize(ended, 'run')} that ended, {join_words(named) or 'none failed'}."
+    at = failed_in_all(fate_rows(arms))
+    if len(set(at)) > 1:
+        moved = [
+            f"{n} with it {abs(shift):g} {'lower' if shift < 0 else 'higher'}"
+            for n, shift in zip(at, LINE_SHIFTS, strict=True)
+            if shift
+        ]
+        text += (
+            " The number that failed depends on where the line for collapsed is drawn: "
+            f"{join_words(moved)}. Compare the losses rather than these counts."
+        )
+    return text
 
 
 def _sensitivity(arms: Sequence[ArmResult], comparisons: Sequence[Comparison]) -> str:
-    known = [arm for arm in arms if arm.sensitivity]
-    if not known:
+    rows = sensitivity_rows(arms)
+    if not rows:
         return ""
-    values = [f"{format_number(arm.mean_sensitivity()[0])} for {arm.name}" for arm in known]
+    short = short_names([arm.name for arm in arms])
+    values = [f"{format_number(row.plain)} for {short[row.arm]}" for row in rows if row.is_ranked]
     text = (
         f"LR sensitivity S over this grid (plain mean; lower is more stable): {join_words(values)}."
     )
+    behind = [short[row.arm] for row in rows if not row.is_ranked]
+    if behind:
+        text += (
+            f" Not ranked by S, because their best loss is more than {RANK_DEPTH:g} nats per "
+            f"token above the best arm's: {join_words(behind)}."
+        )
     paired = [c for c in comparisons if not math.isnan(c.s_t95.low)]
     if not paired:
         return f"{text} These are from one seed, so differences between them are unproven."
-    apart = [c.arm for c in paired if c.s_t95.excludes(0)]
-    rest = [c.arm for c in paired if not c.s_t95.excludes(0)]
-    parts = [f"excludes zero for {join_words(apart)}"] if apart else []
-    parts += [f"includes zero for {join_words(rest)}"] if rest else []
-    return f"{text} The 95% interval of its difference to the baseline {'; it '.join(parts)}."
+    ranked = {row.arm for row in rows if row.is_ranked}
+    paired = [c for c in paired if {c.arm, c.baseline} <= ranked]
+    if not paired:
+        return text
+    shown = [c for c in paired if c.s_holm < ALPHA]
+    rest = [short[c.arm] for c in paired if not c.s_holm < ALPHA]
+    parts = [
+        f"{short[c.arm]} {format_number(c.s_mean)} (95% interval "
+        f"{format_interval(c.s_t95.low, c.s_t95.high)}, {format_p_value(c.s_holm)})"
+        for c in shown
+    ]
+    if parts:
+        text += f" Its difference to the baseline is shown for {'; '.join(parts)}."
+    if not rest:
+        return text
+    start = "for the others" if shown else "between an arm and its baseline"
+    return (
+        f"{text} No difference of S is shown {start}, adjusted for the number of arms: "
+        f"{join_words(rest)}."
+    )
+
+
+def _costs(arms: Sequence[ArmResult], comparisons: Sequence[Comparison]) -> str:
+    """Say what a step of each compared arm costs, beside whether its loss is as good."""
+    found, same = costs(arms), {c.arm: c.same_holm < ALPHA for c in comparisons}
+    parts = []
+    for arm in arms:
+        cost = found.get(arm.name)
+        if cost is None or not math.isfinite(cost.t95.low):
+            continue
+        quality = ", as good in loss" if same.get(arm.name) else ""
+        parts.append(
+            f"{arm.name} {format_number(cost.ratio)} "
+            f"(95% interval {format_interval(cost.t95.low, cost.t95.high)}{quality})"
+        )
+    if not parts or len(parts) > MOST_NAMED:
+        return ""
+    return f"Time of a training step over the baseline's, in this grid: {join_words(parts)}."
 
 
 def _sentence(text: str, end: str = ".") -> str:
@@ -258,6 +316,14 @@ def cautions(results: Results, arms: Sequence[ArmResult]) -> list[str]:
             f"{pluralize(len(results.seeds), 'seed')}: a sound comparison needs at least "
             f"{PROTOCOL_SEEDS} everywhere and {PROTOCOL_BEST_SEEDS} at each arm's best rate."
         )
+    few = [arm for arm in arms if 0 < len(arm.best_seeds) < PROTOCOL_BEST_SEEDS]
+    if few and len(results.seeds) >= PROTOCOL_SEEDS:
+        least = min(len(arm.best_seeds) for arm in few)
+        names = join_some([arm.name for arm in few], len(arms))
+        out.append(
+            f"As few as {pluralize(least, 'seed')} at the best learning rate ({names}): a sound "
+            f"comparison needs at least {PROTOCOL_BEST_SEEDS} there."
+        )
     return out + _unequal_conditions(results)
 
 
@@ -284,15 +350,18 @@ def _unequal_conditions(results: Results) -> list[str]:
         ("data_hash", "the same batches"),
         ("weights_hash", "the same initial weights (norms excepted)"),
     ):
-        seeds = _unequal_seeds(results.runs, key)
+        seeds = _unequal_seeds(results, key)
         if seeds:
             out.append(
-                f"Not all arms had {what}: the hashes differ for seed "
+                f"Not every arm had {what} as its baseline: the hashes differ for seed "
                 f"{join_words(map(str, seeds))}."
             )
-    trained = [run for run in results.runs if run.fate in ("ok", "collapsed")]
-    tokens = {run.figure("tokens") for run in trained}
-    if len(tokens) > 1:
+    trained = [run for run in results.runs if run.fate in ("ok", "undertrained", "collapsed")]
+    groups: dict[str, set[float]] = {}
+    for run in trained:
+        groups.setdefault(results.baseline_of.get(run.arm, ""), set()).add(run.figure("tokens"))
+    tokens = set[float]().union(*(of_group for of_group in groups.values() if len(of_group) > 1))
+    if tokens:
         out.append(
             "The runs were not trained on the same number of tokens "
             f"({min(tokens):,.0f} to {max(tokens):,.0f})."
@@ -307,15 +376,19 @@ def _unequal_conditions(results: Results) -> list[str]:
     return out
 
 
-def _unequal_seeds(runs: Sequence[Run], key: str) -> list[int] | None:
-    """Return the seeds whose runs differ in an entry of the summary; None if it is not recorded."""
-    seen: dict[int, set[Any]] = {}
-    for run in runs:
+def _unequal_seeds(results: Results, key: str) -> list[int] | None:
+    """Return the seeds for which an arm and its baseline differ in an entry of the summary.
+
+    Arms at other values of an axis may differ: they are not compared.  None if it is not recorded.
+    """
+    seen: dict[tuple[str, int], set[Any]] = {}
+    for run in results.runs:
         if run.ended:
-            seen.setdefault(run.seed, set()).add(run.summary.get(key))
+            group = results.baseline_of.get(run.arm, ""), run.seed
+            seen.setdefault(group, set()).add(run.summary.get(key))
     if not seen or any(None in values for values in seen.values()):
         return None
-    return sorted(seed for seed, values in seen.items() if len(values) > 1)
+    return sorted({seed for (_, seed), values in seen.items() if len(values) > 1})
 
 
 # -------------------------------------------------------------------------------- the small print
@@ -323,8 +396,10 @@ def _unequal_seeds(runs: Sequence[Run], key: str) -> list[int] | None:
 SENSITIVITY_MEANING = (
     "LR sensitivity: the mean over the grid of min(ℓ, ℓ₀), minus the grid's best; ℓ is a run's "
     "final validation loss, ℓ₀ its arm's loss at init, which also stands for a diverged run. "
-    "Plain: the mean over the grid points. Trapezoid: over log learning rate. It depends on the "
-    "grid."
+    "Plain: the mean over the grid points. Trapezoid: over log learning rate. A collapsed run "
+    "counts with its own loss, near the unigram entropy, as the definition says. It depends on the "
+    "grid and leaves out seeds that lack a rate; an arm whose best loss is more than "
+    f"{RANK_DEPTH:g} nats per token above the best arm's is not ranked by it."
 )
 BASIN_MEANING = (
     f"the width in log₁₀ of the learning rates around the best with a loss within {BASIN_DEPTH:g} "
@@ -333,7 +408,10 @@ BASIN_MEANING = (
 FATES_MEANING = (
     "diverged: the loss or a gradient was not finite, or the final loss is no lower than at init. "
     f"Collapsed: the final loss is not {COLLAPSE_MARGIN:g} nats per token below the unigram "
-    "entropy of the corpus, so the model knows little more than token frequencies."
+    "entropy of the corpus, so the model knows little more than token frequencies. Undertrained: "
+    "likewise, but the training loss fell all along the run (each quarter's mean below the one "
+    f"before, and from the second to the third by at least {STILL_FALLING_SHARE:.0%} of the whole "
+    "fall), so that more steps would lower it; it is not counted as failed."
 )
 SPIKES_MEANING = (
     "the share of steps with a loss or gradient norm that exceeds the mean of the previous "
@@ -345,15 +423,15 @@ VALIDATION_MEANING = "the whole held-out split, once, at the end of each run."
 
 def equal_start(results: Results) -> str:
     """Say that the arms of each seed had the same batches and initial weights, if they had."""
-    batches = _unequal_seeds(results.runs, "data_hash")
-    weights = _unequal_seeds(results.runs, "weights_hash")
+    batches = _unequal_seeds(results, "data_hash")
+    weights = _unequal_seeds(results, "weights_hash")
     if batches is None or weights is None:
         return "The runs do not record hashes of their batches and initial weights."
     if batches or weights:
         return ""
     return (
         "With each seed, every arm had the same batches and the same initial weights, norms "
-        "excepted (hashes equal)."
+        "excepted, as its baseline (hashes equal)."
     )
 
 

@@ -6,9 +6,9 @@
  *
  * A unit of work is one key/value head of one sequence, with the queries that read it.  Its keys and
  * values are copied once, rotated, into scratch that stays in the cache, in both layouts that the
- * products need.  Queries go through in blocks of QUERIES, each against all keys that it may see: S is QUERIES x T,
- * never T x T.  The backward pass recomputes P from the log of each row's sum (Dao 2022,
- * FlashAttention, section 3), so only qkv, y and that are kept.
+ * products need.  Queries are processed in blocks of QUERIES, each with all keys up to its own
+ * positions: S is QUERIES x T, never T x T.  The backward pass recomputes P from the log of each row's
+ * sum (Dao 2022, FlashAttention, section 3), so only qkv, y and that are kept.
  *
  * qkv is (B, T, H + 2G, K): query heads, key heads, value heads; cos and sin are (T, K / 2).
  */

@@ -10,11 +10,13 @@ the cache.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minillama.model.kernels.frame import (
     Kernel,
@@ -23,6 +25,7 @@ from minillama.model.kernels.frame import (
     needs_gradient,
     threads_for,
 )
+from minillama.model.kernels.torch_private import is_transformed
 from minillama.model.rope import Rotation, rotate
 
 
@@ -65,9 +68,12 @@ def attend(
     group = n_heads // n_kv_heads
     if group > 1:
         k_BGSK, v_BGSK = (y.repeat_interleave(group, dim=1) for y in (k_BGSK, v_BGSK))
-    return F.scaled_dot_product_attention(
-        q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=is_causal
-    )
+    # torch.func may ask for a derivative in forward mode, or a second one, and of torch's kernels
+    # only this one has them.
+    with sdpa_kernel(SDPBackend.MATH) if is_transformed() else nullcontext():
+        return F.scaled_dot_product_attention(
+            q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=is_causal
+        )
 
 
 def causal_attention(qkv_BTSK: Tensor, rotation: Rotation, n_heads: int, n_kv_heads: int) -> Tensor:

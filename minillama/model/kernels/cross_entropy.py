@@ -87,7 +87,7 @@ def linear_cross_entropy(
     check_shape(fits, "x (N, D), the weight (V, D) and targets (N,)", x_ND, weight_VD, targets_N)
     if targets_N.dtype is not torch.int64:
         raise TypeError(f"targets are {targets_N.dtype}; convert them to torch.int64 (.long())")
-    if torch.compiler.is_compiling() or is_watched():
+    if torch.compiler.is_compiling() or is_watched() or x_ND.is_meta:
         objective, cross_entropy = linear_cross_entropy_reference(
             x_ND, weight_VD, targets_N, options
         )

@@ -2,8 +2,8 @@
  *
  *   x += o(attention(normalize(x)));   x += down(silu(gate(normalize(x))) up(normalize(x)));   logits = head(normalize(x))
  *
- * All threads walk through the layers together and wait for each other where one needs the results
- * of another: five times a layer.  Each takes an equal share of every matrix's rows.
+ * All threads work on the same layer and synchronize where one needs the results of another: five
+ * times per layer.  Each takes an equal share of every matrix's rows.
  *
  * Activations are (features, width): width is 1 for one sequence, else sequences are lanes, and
  * those beyond the last sequence hold zeros.

@@ -49,7 +49,7 @@ int cross_entropy(wide *logits, const int64_t *targets, wide *loss, wide *log_z,
 void linear_few_rows(const wide *x, const wide *w, wide *y, wide *scratch, long rows, long n_in,
                      long n_out, long stride, int threads);
 
-/* Whether matmul is faster than a library's product here: with few registers it is not. */
+/* Whether matmul is faster here than BLAS or oneDNN: with few registers it is not. */
 int matmul_pays(void);
 
 /* The size of matmul's scratch, in numbers. */
@@ -60,7 +60,7 @@ long matmul_scratch(long terms, long columns, int b_is_transposed);
 void matmul(const wide *a, const wide *b, wide *c, wide *scratch, long rows, long terms, long columns,
             int a_is_transposed, int b_is_transposed, int add, int threads);
 
-/* Whether the MLP's kernel is for these sizes; with few registers a library's products are faster. */
+/* Whether the MLP's kernel supports these sizes; with few registers BLAS or oneDNN is faster. */
 int mlp_fits(long dim, long inner);
 
 /* The size of the MLP's scratch, in numbers. */

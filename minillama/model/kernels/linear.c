@@ -1,6 +1,6 @@
 /* y = x w' for few rows of x.  A unit of work is a range of outputs.
  *
- * Each number of y is summed in the same order however many threads there are.
+ * Each number of y is summed in the same order whatever the number of threads.
  */
 #include "kernels.h"
 #include "row_products.h"

@@ -1,10 +1,10 @@
-/* The products of a linear layer in training, of matrices too small for what is made for large ones.
+/* The products of a linear layer in training, for matrices too small for BLAS to be fast.
  *
  *   c = a' b      dW = dy' x
  *   c = a b       dx = dy W,  and  y = x W'  with W' packed
  *
  * A unit of work is a range of c's rows; each number is summed in one order, so that it does not depend
- * on how many threads there are.
+ * on the number of threads.
  */
 #include "kernels.h"
 #include "threads.h"

@@ -1,10 +1,10 @@
-/* The gated MLP,  y = (silu(x G') * (x U')) W',  and its gradients, a few rows at a time, so that what
- * lies between the products stays in the cache.
+/* The gated MLP,  y = (silu(x G') * (x U')) W',  and its gradients, a few rows at a time, so that the
+ * activations between the products stay in the cache.
  *
  *   backward   dh = dy W,  dg and du by swiglu.h,  dx = dg G + du U,
  *              dG = dg' x,  dU = du' x,  dW = dy' h
  *
- * Only x and gu = [x G', x U'] are kept for it; h is recomputed.  Rows do not depend on each other,
+ * For it only x and gu = [x G', x U'] are kept; h is recomputed.  Rows do not depend on each other,
  * and each number of a weight's gradient is summed in one order (tile.h): neither depends on how many
  * threads there are.  N rows, D numbers in each, F between the products; D and F are whole vectors.
  */
@@ -13,8 +13,8 @@
 #include "threads.h"
 #include "tile.h"
 
-#define MLP_UNIT_ROWS 96L           /* of a unit, at most: it reads all panels of the weights */
-#define MLP_GROUP_SIZE 262144L      /* numbers of h and dgu, about, of one thread: what its cache holds */
+#define MLP_UNIT_ROWS 96L           /* most rows in a unit, which reads all panels of the weights */
+#define MLP_GROUP_SIZE 262144L      /* about so many numbers of h and dgu per thread: they fit its cache */
 #define MLP_GATE_ROWS (4 * TILE_ROWS)  /* of dG and of dU in a unit */
 #define MLP_DOWN_ROWS (2 * TILE_ROWS)  /* of dW, whose rows are longer */
 
@@ -25,7 +25,7 @@ typedef struct {
     wide *y, *dx;                 /* (N, D); dx and the next may be NULL: not wanted */
     wide *dg, *du, *dw;           /* of G, U: (F, D), of W: (D, F) */
     wide *h, *dgu;                /* backward: (rows, F), (rows, 2F) */
-    wide *thread_scratch;                  /* forward: one for each thread */
+    wide *thread_scratch;         /* forward: one for each thread */
     long first, rows, dim, inner; /* rows of the group that begins at first; D, F */
     long unit_rows;
     int threads;
@@ -38,14 +38,14 @@ static long rows_left(long rows, long unit_rows, long unit) {
     return left < unit_rows ? left : unit_rows;
 }
 
-/* Enough units for all threads, if there are so many tiles. */
+/* The rows of a unit: fewer where otherwise there would be too few units for all threads. */
 static long unit_rows_for(long rows, int threads) {
     const long share = round_up(units_of(rows, 2 * threads), TILE_ROWS);
     return threads > 1 && share < MLP_UNIT_ROWS ? share : MLP_UNIT_ROWS;
 }
 
 static long group_rows(long rows, long inner, int threads) {
-    const long group = round_up(MLP_GROUP_SIZE / (3 * inner), TERMS) * threads; /* as multiply cuts them */
+    const long group = round_up(MLP_GROUP_SIZE / (3 * inner), TERMS) * threads; /* whole blocks of terms, as in multiply */
     return group < rows ? group : rows;
 }
 

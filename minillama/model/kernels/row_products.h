@@ -1,16 +1,17 @@
 /* Products of few rows x with rows of w, where most of the time goes into reading w.
  *
  * A single row is summed along its features.  Several are `lanes`: x is (in, width), the rows of each
- * feature side by side, so that a number of w meets a whole vector and nothing is summed across lanes.
+ * feature side by side, so that a number of w is multiplied by a whole vector and nothing is summed
+ * across lanes.
  */
 #ifndef ROW_PRODUCTS_H
 #define ROW_PRODUCTS_H
 
 #include "vectors.h"
 
-#define ROW_OUTPUTS 4       /* rows of w at a time: one row of x */
-#define PREFETCH_BYTES 4096      /* w is prefetched so far ahead */
-#define LANE_OUTPUTS 8L /* rows of w at a time: lanes */
+#define ROW_OUTPUTS 4       /* rows of w at a time, for one row of x */
+#define PREFETCH_BYTES 4096 /* how far ahead w is prefetched */
+#define LANE_OUTPUTS 8L     /* rows of w at a time, for lanes */
 
 static inline void outputs_of(const wide *restrict x, const wide *restrict w, wide *restrict y,
                               long in, int outputs) {

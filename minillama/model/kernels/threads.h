@@ -48,7 +48,7 @@ static void loop_body(void *argument) {
 }
 
 /* Calls work(job, unit) for each unit.  A thread begins with its own share, the same in each call, so
- * that its cache may still hold those; then it helps the others. */
+ * that those units' data may still be in its cache; then it takes units of the others' shares. */
 static void for_units(void (*work)(const void *job, long unit), const void *job, long units,
                       int threads) {
     loop_t loop = {.work = work, .job = job, .units = units, .threads = threads_of(units, threads)};

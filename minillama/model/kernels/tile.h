@@ -1,22 +1,22 @@
 /* Products of matrices by tiles of c that stay in registers.
  *
- * A tile, TILE_ROWS rows of TILE_VECS vectors, stays while numbers of a meet vectors of b.  Each number
- * of c is the sum, in order, of sums of TERMS terms: long sums stay accurate, and however c is split, or
- * the terms at multiples of TERMS, the result is the same.
+ * A tile is TILE_ROWS rows of TILE_VECS vectors of c; for each term, its rows of a are multiplied by its
+ * vectors of b.  A number of c is the sum, in order, of partial sums of TERMS terms, so that long sums
+ * stay accurate.  Splitting c, or the terms at multiples of TERMS, does not change the result.
  */
 #ifndef TILE_H
 #define TILE_H
 
 #include "vectors.h"
 
-#define TILE_ROWS 6 /* with a number of a and TILE_VECS of b, tiles fill most registers */
+#define TILE_ROWS 6 /* a tile, one number of a and TILE_VECS vectors of b fill most registers */
 #if MANY_REGISTERS
 #define TILE_VECS 4
 #else
 #define TILE_VECS 2
 #endif
-#define TERMS 256L /* summed at a time: so much of a and b stays in the cache */
-#define PREFETCH_TERMS 16   /* a' is prefetched so far ahead: each term may be on another page */
+#define TERMS 256L /* in a partial sum; so many terms of a and b fit in the cache */
+#define PREFETCH_TERMS 16 /* how far ahead a' is prefetched: each term may be on another page */
 
 typedef struct {
     const wide *a, *b;

@@ -34,13 +34,17 @@ except AttributeError as error:
         return True
 
 
+def is_transformed() -> bool:
+    """Return whether a functorch transform or forward AD is active."""
+    return MISSING is None and (_functorch_is_active() or forward_ad._current_level >= 0)
+
+
 def is_watched() -> bool:
     """Return whether a functorch transform, dispatch mode, forward AD or jit trace is active."""
     return (
         MISSING is not None
-        or _functorch_is_active()
+        or is_transformed()
         or _n_dispatch_modes() > 0
-        or forward_ad._current_level >= 0
         or _jit_trace() is not None
     )
 

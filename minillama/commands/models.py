@@ -1,4 +1,4 @@
-"""The work of the commands that need torch; each function returns the text to print."""
+"""The commands that need torch: train, eval, generate and others; each returns what to print."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from minillama.data.prepare import damaged_files, prepare
 from minillama.data.shards import Tokens
 from minillama.data.sources import read_documents
 from minillama.data.tokenizer_base import Tokenizer
-from minillama.errors import ConfigError, DivergedError, RunFolderError
+from minillama.errors import ConfigError, DataError, DivergedError, RunFolderError
 from minillama.evaluation import evaluate
 from minillama.formatting import finite_json, text_table
 from minillama.model.convert import layernorm_to_rmsnorm
 from minillama.model.norms import NORM_BUILDERS
+from minillama.model.transformer import Transformer
 from minillama.plugins import load_plugins
 from minillama.registry import unknown_name
 from minillama.sampling import SamplingOptions, stream
@@ -56,7 +57,8 @@ def train_run(config: RunConfig, resume: bool | str, overwrite: bool, *, progres
     lines += [
         f"validation loss {summary['val_loss']:.4f} nats per token, "
         f"perplexity {summary['val_perplexity']:.2f}, "
-        f"{summary['val_bits_per_byte']:.3f} bits per byte; fate: {summary['fate']}",
+        f"{summary['val_bits_per_byte']:.3f} bits per byte; fate: {summary['fate']}"
+        + (" (still falling: train longer)" if summary["fate"] == "undertrained" else ""),
         f"run folder: {config.out_dir}; generate text: minillama generate {config.out_dir}",
     ]
     return "\n".join(lines)
@@ -77,7 +79,7 @@ def evaluate_text(
         tokens: Tokens = prepared.val
         n_bytes, what = prepared.meta.n_val_bytes, "the validation split"
     else:
-        documents = list(read_documents(FilesSource(kind="files", files=[text])))
+        documents = _documents_of(text, config)
         tokens = _encoded(documents, tokenizer)
         n_bytes = sum(len(document.encode()) for document in documents)
         what = text
@@ -97,6 +99,20 @@ def evaluate_text(
     )
 
 
+def _documents_of(text: str, config: RunConfig) -> list[str]:
+    """Return the documents of the file or files that ``--text`` names, each as a whole.
+
+    Raises:
+        DataError: they cannot be read, or hold no text.
+    """
+    column = getattr(config.data.source, "text_field", "text")
+    try:
+        return list(read_documents(FilesSource(kind="files", files=[text], text_field=column)))
+    except DataError as error:
+        message = str(error).replace("data.source.files", "--text")
+        raise type(error)(message) from error
+
+
 def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> NDArray[np.uint32]:
     """Return the ids of all documents, each between bos and eos."""
     parts = [
@@ -107,39 +123,85 @@ def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> NDArray[np.uint3
     return np.concatenate(parts)
 
 
+class Continuation:
+    """The continuation of a prompt, piece by piece; ``text`` is the prompt with all so far.
+
+    Args:
+        model: the model to sample from.
+        tokenizer: the model's.
+        prompt: the text to continue.
+        max_new_tokens: how many tokens to draw at most.
+        options: of the sampling.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        prompt: str,
+        max_new_tokens: int,
+        options: SamplingOptions,
+    ) -> None:
+        self._tokenizer, self._ids = tokenizer, tokenizer.encode(prompt, bos=True)
+        self.n_new = 0
+        self.text = self._decode()
+        stop_ids = {tokenizer.eos_id}
+        self._stream = stream(model, list(self._ids), max_new_tokens, stop_ids=stop_ids, **options)
+
+    def __iter__(self) -> Iterator[str]:
+        for token in self._stream:
+            self._ids.append(token)
+            self.n_new += 1
+            text = self._decode()
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is incomplete
+                yield self._advance(text)
+        yield self._advance(self._decode())
+
+    def _advance(self, text: str) -> str:
+        piece, self.text = text[len(self.text) :], text
+        return piece
+
+    def _decode(self) -> str:
+        # An imported model may have a larger vocabulary than its tokenizer.
+        return self._tokenizer.decode([i for i in self._ids if i < self._tokenizer.vocab_size])
+
+
 def generate_text(
-    checkpoint: str,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int | None,
+    checkpoint: str, prompt: str, max_new_tokens: int, options: SamplingOptions
 ) -> Iterator[str]:
     """Yield the prompt and its continuation, piece by piece, and log the speed."""
     model, tokenizer, _ = load_checkpoint(checkpoint)
-    prompt_ids = tokenizer.encode(prompt, bos=True)
-    new_ids: list[int] = []
-
-    def decode(ids: list[int]) -> str:
-        # An imported model may have a larger vocabulary than its tokenizer.
-        return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
-
-    shown = decode(prompt_ids)
-    yield shown
+    continuation = Continuation(model, tokenizer, prompt, max_new_tokens, options)
+    yield continuation.text
     started = time.perf_counter()
-    options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    ids = stream(model, prompt_ids, max_new_tokens, stop_ids={tokenizer.eos_id}, **options)
-    for token in ids:
-        new_ids.append(token)
-        text = decode(prompt_ids + new_ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is still incomplete
-            yield text[len(shown) :]
-            shown = text
-    yield decode(prompt_ids + new_ids)[len(shown) :] + "\n"
-    seconds = time.perf_counter() - started
-    speed = f"{len(new_ids)} tokens in {seconds:.2f} s, {len(new_ids) / seconds:.0f} tokens/s"
-    print(speed, file=sys.stderr)
+    yield from continuation
+    yield "\n"
+    seconds, n_new = time.perf_counter() - started, continuation.n_new
+    print(f"{n_new} tokens in {seconds:.2f} s, {n_new / seconds:.0f} tokens/s", file=sys.stderr)
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """Return the prompt: as given, or from ``file``; ``-`` for either is standard input.
+
+    The last line end of a file does not count.
+
+    Raises:
+        ConfigError: both are given, or the file cannot be read as UTF-8.
+    """
+    if prompt is not None and file is not None:
+        raise ConfigError("--prompt and --prompt-file exclude each other; give one of them")
+    place = file if file is not None else "-" if prompt == "-" else None
+    if place is None:
+        return prompt or ""
+    name = "standard input" if place == "-" else place
+    try:
+        raw = sys.stdin.buffer.read() if place == "-" else Path(place).expanduser().read_bytes()
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"the prompt cannot be read from {name}: {error.strerror}") from None
+    return text.replace("\r\n", "\n").removesuffix("\n")
 
 
 def convert_norm(checkpoint: str, out: str) -> str:

@@ -1,0 +1,325 @@
+"""What run folders contain now, re-read only where they have changed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from minillama.ablation.analysis import analyse_arms
+from minillama.ablation.report.curves import thin
+from minillama.ablation.report.figures import page_data
+from minillama.ablation.results import CurveReader, Results, Run, read_results, read_run
+from minillama.training.metrics import parse_metrics
+
+State = Literal["ok", "undertrained", "collapsed", "diverged", "crashed", "running", "waiting"]
+
+_POINTS = 40_000  # of all raw curves of one figure, as in the report
+_RUNNING_POINTS = 300  # of the curve of one running cell
+_LOG_BYTES = 3000  # of the end of a crashed cell's log.txt
+_SILENT_S = 60.0
+_SILENT_LINES = 10
+_MAX_DEPTH = 3  # of run folders below the watched folder
+
+_Stamp = tuple[tuple[int, int, int] | None, ...]
+
+
+def _stamp(*paths: Path) -> _Stamp:
+    """Return what changes whenever one of the files changes; None for one that is missing."""
+    stamps: list[tuple[int, int, int] | None] = []
+    for path in paths:
+        try:
+            found = path.stat()
+            stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
+        except OSError:
+            stamps.append(None)
+    return tuple(stamps)
+
+
+class MetricsTail:
+    """The curves of a growing ``metrics.jsonl``; each :meth:`read` parses only its new lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = -1
+        self._offset = 0
+        self.reader = CurveReader()
+
+    def read(self) -> None:
+        """Add the complete lines that are new; start again where the file was replaced."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._inode, self._offset, self.reader = status.st_ino, 0, CurveReader()
+                file.seek(self._offset)
+                block = file.read()
+        except OSError:
+            return
+        complete = block[: block.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in parse_metrics(complete, self._path):
+            self.reader.add(line)
+
+
+class LiveRuns:
+    """Reads runs for :func:`read_results`; one whose files have not changed is not read again."""
+
+    def __init__(self) -> None:
+        self._tails: dict[Path, MetricsTail] = {}
+        self._runs: dict[Path, tuple[_Stamp, str | None, Run]] = {}
+
+    def read(
+        self, folder: Path, arm: str, lr: float, seed: int, crash: str | None = None, **more: Any
+    ) -> Run:
+        """Return the run in ``folder``, as :func:`minillama.ablation.results.read_run` does."""
+        names = ("metrics.jsonl", "summary.json", "config.yaml")
+        stamp = _stamp(*(folder / name for name in names))
+        before = self._runs.get(folder)
+        if before is None or before[:2] != (stamp, crash):
+            tail = self._tails.setdefault(folder, MetricsTail(folder / "metrics.jsonl"))
+            tail.read()
+            curves = tail.reader.curves()
+            run = read_run(folder, arm, lr, seed, crash, curves=curves, **more)
+            before = self._runs[folder] = (stamp, crash, run)
+        return before[2]
+
+
+def is_running(run: Run, now: float) -> bool:
+    """Return whether an unfinished run seems to be training: it has logged something lately.
+
+    Lately is within a minute, or ten times its usual time between two lines if that is longer.
+
+    Args:
+        run: whose folder is looked at.
+        now: the Unix time.
+    """
+    if run.fate != "unfinished":
+        return False
+    try:
+        began = (run.folder / "config.yaml").stat().st_mtime
+        last = max(began, (run.folder / "metrics.jsonl").stat().st_mtime)
+    except OSError:
+        return False
+    usual = (last - began) / max(1, len(run.curves.steps) + len(run.curves.val_steps))
+    return now - last < max(_SILENT_S, _SILENT_LINES * usual)
+
+
+class LiveFolder:
+    """An ablation or a single run, and its state for the page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._runs = LiveRuns()
+        self._figures: tuple[str, dict[str, Any]] = ("", {})
+
+    def state(self, figures_key: str = "") -> dict[str, Any]:
+        """Return everything that the page shows, for JSON.
+
+        Args:
+            figures_key: of the figures that the page has; they are left out if nothing has changed.
+
+        Raises:
+            ConfigError, RunFolderError: as :func:`minillama.ablation.results.read_results`.
+        """
+        results = read_results(self.folder, read=self._runs.read)
+        now = time.time()
+        running = [run for run in results.runs if is_running(run, now)]
+        stopped = [run for run in results.runs if run.fate == "unfinished" and run not in running]
+        ended = [run for run in results.runs if run.fate != "unfinished"]
+        waiting = [*results.missing, *((run.arm, run.lr, run.seed) for run in stopped)]
+        key, figures = self._draw(results)
+        state = {
+            "name": results.name,
+            "kind": "ablation" if results.is_ablation else "run",
+            "arms": list(results.arms),
+            "cells": [_cell(run, "running" if run in running else None) for run in results.runs]
+            + [_waiting_cell(*place) for place in results.missing],
+            "counts": {
+                "total": len(results.runs) + len(results.missing),
+                "ended": sum(run.ended for run in ended),
+                "failed": sum(run.fate != "ok" for run in ended),
+                "running": len(running),
+                "waiting": len(waiting),
+            },
+            "seconds_left": _seconds_left(results, running, len(waiting)),
+            "running": [_running(run) for run in running],
+            "failed": [_failed(run) for run in ended if run.fate != "ok"],
+            "report": (self.folder / "report.html").is_file(),
+            "figures_key": key,
+        }
+        return state | ({} if key == figures_key else {"figures": figures})
+
+    def _draw(self, results: Results) -> tuple[str, dict[str, Any]]:
+        """Return the report's figures of the runs that have ended, and a key that identifies them.
+
+        A single run is drawn while it is running.
+        """
+        drawn = tuple(run for run in results.runs if run.ended or not results.is_ablation)
+        sizes = [len(run.curves.steps) + len(run.curves.val_steps) for run in drawn]
+        key = str(hash((results.arms, tuple(str(run.folder) for run in drawn), tuple(sizes))))
+        if key != self._figures[0]:
+            only = replace(results, runs=drawn)
+            self._figures = key, page_data(only, analyse_arms(only), (), _POINTS)
+        return self._figures
+
+
+def _cell(run: Run, state: State | None) -> dict[str, Any]:
+    fate = "waiting" if run.fate == "unfinished" else run.fate
+    return {
+        "arm": run.arm,
+        "lr": run.lr,
+        "seed": run.seed,
+        "state": state or fate,
+        "loss": _json_number(run.figure("val_loss")),
+    }
+
+
+def _waiting_cell(arm: str, lr: float, seed: int) -> dict[str, Any]:
+    return {"arm": arm, "lr": lr, "seed": seed, "state": "waiting", "loss": None}
+
+
+def _n_steps(run: Run) -> int:
+    train = run.config.get("train")
+    steps = train.get("steps") if isinstance(train, dict) else None
+    return steps if isinstance(steps, int) else 0
+
+
+def _running(run: Run) -> dict[str, Any]:
+    curves = run.curves
+    x, y = thin(curves.steps, curves.loss, _RUNNING_POINTS)
+    return {
+        "arm": run.arm,
+        "lr": run.lr,
+        "seed": run.seed,
+        "step": int(curves.steps[-1]) if len(curves.steps) else 0,
+        "steps": _n_steps(run),
+        "x": np.asarray(x).tolist(),
+        "y": [_json_number(value, 5) for value in np.asarray(y).tolist()],
+        "val_x": curves.val_steps.tolist(),
+        "val_y": [_json_number(value, 5) for value in curves.val_loss.tolist()],
+    }
+
+
+def _failed(run: Run) -> dict[str, Any]:
+    failed = {"arm": run.arm, "lr": run.lr, "seed": run.seed, "fate": run.fate, "error": run.error}
+    if run.fate == "crashed":
+        try:
+            with (run.folder / "log.txt").open("rb") as file:
+                file.seek(-min(_LOG_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+                failed["log"] = file.read().decode("utf-8", errors="replace")
+        except OSError:
+            pass
+    return failed
+
+
+def _seconds_left(results: Results, running: list[Run], n_waiting: int) -> float | None:
+    """Estimate the time left from the cells that have ended, else from the running cells' speed."""
+    totals = [run.figure("seconds") for run in results.runs if run.ended]
+    totals = [total for total in totals if math.isfinite(total)]
+    left, per_cell = 0.0, float(np.mean(totals)) if totals else math.nan
+    for run in running:
+        done, steps = len(run.curves.steps) and run.curves.steps[-1], _n_steps(run)
+        try:
+            began = (run.folder / "config.yaml").stat().st_mtime
+        except OSError:
+            continue
+        if not done or not steps:
+            left += per_cell
+            continue
+        whole = per_cell if math.isfinite(per_cell) else (time.time() - began) * steps / done
+        left += whole * (1 - min(1.0, done / steps))
+        per_cell = whole if math.isnan(per_cell) else per_cell
+    left += n_waiting * per_cell if n_waiting else 0.0
+    workers = results.sessions[-1].workers if results.sessions else 1
+    return _json_number(left / max(1, min(workers, len(running) + n_waiting)))
+
+
+def _json_number(value: float, digits: int = 6) -> float | None:
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+# -------------------------------------------------------------------------------- many folders
+
+
+@dataclass(frozen=True)
+class Found:
+    """An ablation or a run below the watched folder; ``name`` is its path relative to that."""
+
+    name: str
+    path: Path
+    kind: Literal["ablation", "run"]
+
+
+def find_folders(root: Path) -> list[Found]:
+    """Return the ablations and runs in ``root`` and below, those that changed last first.
+
+    A link that leads out of ``root`` is not followed, and an ablation's cells are not listed.
+    """
+    found = sorted(_walk(root, root.resolve(), 0), key=lambda pair: -pair[0])
+    return [each for _, each in found]
+
+
+def _walk(folder: Path, root: Path, depth: int) -> Iterator[tuple[float, Found]]:
+    for file, kind in (("ablation.yaml", "ablation"), ("config.yaml", "run")):
+        if (folder / file).is_file():
+            name = folder.resolve().relative_to(root).as_posix()
+            yield _last_change(folder), Found(name, folder, kind)  # type: ignore[arg-type]
+            return
+    if depth == _MAX_DEPTH:
+        return
+    try:
+        children = [child for child in folder.iterdir() if child.is_dir()]
+    except OSError:
+        return
+    for child in children:
+        if child.resolve().is_relative_to(root) and not child.name.startswith("."):
+            yield from _walk(child, root, depth + 1)
+
+
+def _last_change(folder: Path) -> float:
+    times = [0.0]
+    for name in ("metrics.jsonl", "summary.json", "cells.csv", "sessions.json"):
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(times)
+
+
+def index_state(root: Path) -> list[dict[str, Any]]:
+    """Return a line for each ablation and run below ``root``, for JSON."""
+    now = time.time()
+    return [
+        {
+            "name": found.name,
+            "kind": found.kind,
+            "what": _progress(found),
+            "seconds_ago": max(0.0, round(now - _last_change(found.path))),
+        }
+        for found in find_folders(root)
+    ]
+
+
+def _progress(found: Found) -> str:
+    if found.kind == "ablation":
+        try:
+            with (found.path / "cells.csv").open("rb") as file:
+                n_ended = max(0, sum(1 for _ in file) - 1)
+        except OSError:
+            n_ended = 0
+        return f"{n_ended} cells ended"
+    try:
+        summary = json.loads((found.path / "summary.json").read_bytes())
+        loss = summary.get("val_loss")
+        ended = f", validation loss {loss:.4f}" if isinstance(loss, float) else ""
+        return f"{summary['fate'] or 'unfinished'}{ended}"
+    except (OSError, ValueError, KeyError, AttributeError):
+        return "unfinished"
