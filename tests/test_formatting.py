@@ -88,4 +88,5 @@ def test_a_missing_package_is_named_with_its_extra():
     assert isinstance(error, ConfigError)
     assert str(error) == "the report needs plotly; install it: pip install 'minillama[report]'"
     assert "[bench]" in str(missing_extra("transformers", "bench step", "bench"))
-    assert set(EXTRAS.values()) == {"report", "hf", "gguf", "ray", "tensorboard"}
+    loggers = {"tensorboard", "trackio", "wandb"}
+    assert set(EXTRAS.values()) == {"report", "hf", "gguf", "ray"} | loggers
