@@ -293,6 +293,7 @@ def watching(root: str | Path, port: int | None = None) -> Iterator[None]:
         assert process.stdin is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
+        threading.Thread(target=process.wait, daemon=True).start()  # nothing waits for its end
 
 
 def main(root: str, port: str) -> int:
