@@ -1,6 +1,6 @@
 import bz2
-import gc
 import functools
+import gc
 import gzip
 import json
 import logging
