@@ -22,6 +22,9 @@ from scipy import stats
 
 Floats = NDArray[np.float64]
 
+ALPHA = 0.05
+"""The level at which a difference or an equivalence counts as shown."""
+
 MIN_PAIRS_FOR_SIGN_FLIP = 6
 """The fewest pairs with which a two-sided sign-flip test can give p < .05: 2 / 2⁶ = .031."""
 _EXACT_PAIRS = 13  # 2^13 sign patterns are enumerated; beyond, as many are drawn
@@ -112,51 +115,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         running = max(running, min(1.0, (len(counted) - rank) * p_values[i]))
         out[i] = running
     return out
-
-
-def crossed_interval(differences_SW: ArrayLike, level: float = 0.95) -> tuple[float, float]:
-    """Return an interval for the mean difference over new seeds and new text.
-
-    Seeds and windows of text are crossed random effects.  The variance of the grand mean is
-    (MS_seed + MS_window − MS_rest) / (S·W), with Satterthwaite's degrees of freedom (1946,
-    Biometrics 2:110).  The tests simulate that it covers at its level from three seeds on; a
-    bootstrap of both (Owen 2007, arXiv 0712.1111) covers 89 % at so few, or nearly always.
-
-    Student's interval of the seeds' means speaks of new seeds on this very text alone.
-
-    Args:
-        differences_SW: mean difference of each of S seeds on each of W windows of equal length.
-        level: of the interval.
-
-    Returns:
-        Its ends; NaN below two seeds or two windows.
-
-    Raises:
-        ValueError: the differences are not a table.
-    """
-    d = np.asarray(differences_SW, dtype=np.float64)
-    if d.ndim != 2:
-        raise ValueError(f"differences of shape {d.shape}: must be a table of seeds and windows")
-    n_seeds, n_windows = d.shape
-    if min(d.shape) < 2:
-        return math.nan, math.nan
-    mean = float(d.mean())
-    of_seed, of_window = d.mean(axis=1) - mean, d.mean(axis=0) - mean
-    rest = d - mean - of_seed[:, None] - of_window
-    df = (n_seeds - 1, n_windows - 1, (n_seeds - 1) * (n_windows - 1))
-    squares = (
-        n_windows * float(np.sum(of_seed**2)) / df[0],
-        n_seeds * float(np.sum(of_window**2)) / df[1],
-        float(np.sum(rest**2)) / df[2],
-    )
-    larger = int(squares[1] > squares[0])
-    variance = squares[0] + squares[1] - squares[2]
-    if variance > squares[larger]:
-        freedom = variance**2 / sum(ms**2 / n for ms, n in zip(squares, df, strict=True))
-    else:  # an effect's estimate is below zero: only the other one counts
-        variance, freedom = squares[larger], df[larger]
-    half = float(stats.t.ppf((1 + level) / 2, freedom)) * math.sqrt(variance / d.size)
-    return mean - half, mean + half
 
 
 def rate_difference_interval(

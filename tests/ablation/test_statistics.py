@@ -11,7 +11,6 @@ from scipy import stats
 from minillama.ablation.statistics import (
     MIN_PAIRS_FOR_SIGN_FLIP,
     bca_interval,
-    crossed_interval,
     holm,
     mcnemar_test,
     rate_difference_interval,
@@ -169,36 +168,6 @@ def test_holm_holds_the_familywise_level() -> None:
     p = np.random.default_rng(2).uniform(size=(2_000, 4))
     wrong = np.mean([min(holm(row)) < 0.05 for row in p.tolist()])
     assert within_error(float(wrong), 1 - (1 - 0.05 / 4) ** 4, len(p))
-
-
-@pytest.mark.parametrize(("n_seeds", "n_windows"), [(3, 40), (6, 12), (24, 50)])
-@pytest.mark.parametrize("sds", [(1, 0, 3), (0.2, 1, 3), (1, 4, 0.1)])
-def test_a_crossed_interval_covers_over_new_seeds_and_new_text(
-    n_seeds: int, n_windows: int, sds: tuple[float, float, float]
-) -> None:
-    rng, trials, hits = np.random.default_rng(5), 600, 0
-    for _ in range(trials):
-        d = sds[0] * rng.normal(size=(n_seeds, 1)) + sds[1] * rng.normal(size=(1, n_windows))
-        low, high = crossed_interval(d + sds[2] * rng.normal(size=(n_seeds, n_windows)))
-        hits += low < 0 < high
-    assert 0.92 - 0.02 < hits / trials < 0.985
-
-
-def test_a_crossed_interval_is_wider_where_the_text_matters() -> None:
-    rng = np.random.default_rng(0)
-    d = rng.normal(0, 0.02, (8, 1)) + rng.normal(0, 0.1, (1, 30))
-    low, high = crossed_interval(d)
-    of_seeds = t_interval(d.mean(axis=1))
-    assert high - low > 1.5 * float(of_seeds[1] - of_seeds[0])
-    assert (low + high) / 2 == pytest.approx(d.mean())
-
-
-def test_a_crossed_interval_without_text_noise_is_students() -> None:
-    d = np.repeat(np.random.default_rng(1).normal(size=(7, 1)), 20, axis=1)
-    assert crossed_interval(d) == pytest.approx(tuple(map(float, t_interval(d.mean(axis=1)))))
-    assert math.isnan(crossed_interval(d[:1])[0])
-    with pytest.raises(ValueError, match="table"):
-        crossed_interval(d[0])
 
 
 def test_rate_intervals_equal_those_of_independent_samples_without_correlation() -> None:
