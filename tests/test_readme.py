@@ -72,9 +72,14 @@ def test_a_norm_of_ones_own_is_swept_beside_the_others(own_norm):
     assert kinds == {"rmsnorm": "rmsnorm", "layernorm": "layernorm", "absnorm": "absnorm"}
 
 
-def test_the_python_of_the_chinese_readme_runs():
+def test_the_python_of_the_chinese_readme_prints_what_it_says(capsys):
     [code] = blocks("python", read("README.zh-CN.md"))
-    exec(compile(code, "README.zh-CN.md", "exec"), {})
+    names = {}
+    exec(compile(code, "README.zh-CN.md", "exec"), names)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert re.findall(r"# (torch\.Size.*)", code) == [first, last]
+    rms = names["y"].square().mean(-1).sqrt()
+    torch.testing.assert_close(rms, torch.ones_like(rms), atol=1e-3, rtol=0)
 
 
 def test_the_config_shown_is_that_of_tiny(tmp_path):

@@ -1,7 +1,4 @@
-import random
-
 import pytest
-import torch
 
 from minillama.config.loading import override
 from minillama.config.run import parse_run
@@ -17,20 +14,8 @@ BASE = {
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _small_machine():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def text_file(tmp_path_factory):
-    """Some words in random order."""
-    words = ["norm", "stream", "depth", "grows", "is", "tamed", "residual", "unless", "the", "it"]
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(" ".join(random.Random(0).choices(words, k=2000)), encoding="utf-8")
-    return path
+def _small_machine(one_thread):
+    """Train on one thread."""
 
 
 @pytest.fixture
