@@ -23,8 +23,9 @@ LAYERS = [
     ("training",),
     ("interop",),
     ("ablation",),
-    ("bench", "watch"),
+    ("bench",),
     ("commands",),
+    ("watch",),
     ("cli",),
     ("__main__",),
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from minillama.ablation.results import (
 )
 from minillama.files import explain_write_errors, write_atomic
 from minillama.progress import ProgressBar
+from minillama.training.metrics import last_line
 from minillama.training.run_folder import RunFolder
 
 
@@ -162,16 +162,5 @@ class Display:
 
 
 def _last_step(folder: Path) -> int:
-    """Return the last step that a run has logged, read from the end of its metrics."""
-    try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            file.seek(-min(4096, file.seek(0, os.SEEK_END)), os.SEEK_END)
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return 0
+    """Return the last step that a run has logged."""
+    return int((last_line(folder / "metrics.jsonl", "step") or {}).get("step", 0))

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from minillama.ablation.grid import arms
+from minillama.ablation.grid import places
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import get_path, read_yaml
 from minillama.errors import ConfigError
@@ -36,8 +36,8 @@ class Entry:
         kind: ``run`` or ``ablation``.
         name: from its config.
         folder: of the run or of the ablation.
-        fate: of a run: ``ok``, ``collapsed``, ``diverged``, ``running`` or ``unfinished``; of an
-            ablation: ``finished``, ``running`` or ``unfinished``; ``damaged`` if a file of either
+        fate: of a run: as in its summary, ``running`` or ``unfinished``; of an ablation:
+            ``finished``, ``running`` or ``unfinished``; ``damaged`` if a file of either
             cannot be read.
         val_loss: the last validation loss, nats per token; None: there is none.
         done: steps of a run, ended cells of an ablation.
@@ -165,14 +165,15 @@ def _ablation(folder: Path) -> Entry:
     try:
         config = load_ablation(folder / "ablation.yaml")
         with (folder / "cells.csv").open(encoding="utf-8", newline="") as file:
-            fates = [row["fate"] for row in csv.DictReader(file)]
+            rows = list(csv.DictReader(file))
+            fates = [row["fate"] for row in rows if row.get("in_grid") != "False"]
     except FileNotFoundError:  # no cell has ended
         fates = []
     except (ConfigError, OSError, ValueError, KeyError):
         place = str(folder)
         return Entry("ablation", folder.name, place, "damaged", None, 0, None, 0, _changed(folder))
     crashed = fates.count("crashed")
-    done, total = len(fates) - crashed, len(arms(config)) * len(config.lr) * len(config.seeds)
+    done, total = len(fates) - crashed, len(places(config))
     fate = "finished" if done == total else "unfinished"
     if is_locked(folder / ".lock"):
         fate = "running"

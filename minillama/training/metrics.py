@@ -15,12 +15,14 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from minillama.errors import ConfigError
 from minillama.files import write_atomic
 
 Line = Mapping[str, Any]
+
+_TAIL_BYTES = 65536  # where the last lines of a file are looked for first
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -88,11 +90,19 @@ def _is_complete(line: Line) -> bool:
 def last_line(path: Path, key: str) -> dict[str, Any] | None:
     """Return the last complete line of a metrics.jsonl that has ``key``; None if none has."""
     try:
-        raw_lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            found = _last_line_of(file, size - min(size, _TAIL_BYTES), key)
+            return found or _last_line_of(file, 0, key)
     except OSError:
         return None
+
+
+def _last_line_of(file: BinaryIO, start: int, key: str) -> dict[str, Any] | None:
+    """Return the last complete line with ``key`` from byte ``start`` on."""
+    file.seek(start)
     quoted = json.dumps(key).encode()
-    for raw in reversed(raw_lines):
+    for raw in reversed(file.read().split(b"\n")):
         if quoted in raw:  # quicker than parsing each line
             try:
                 line = json.loads(raw, object_hook=_with_nonfinite_numbers)

@@ -3,24 +3,20 @@
 const body = document.getElementById("folders");
 const connection = document.getElementById("connection");
 
-function ago(seconds) {
-  if (seconds < 90) return `${seconds} s ago`;
-  if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
-  return seconds < 172800 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
-}
-
 function row(folder) {
   const tr = document.createElement("tr");
   const name = tr.appendChild(document.createElement("th"));
   const link = name.appendChild(document.createElement("a"));
   link.textContent = folder.name === "." ? "this folder" : folder.name;
   link.href = folder.name === "." ? "." : `?folder=${encodeURIComponent(folder.name)}`;
-  for (const text of [folder.kind, folder.what]) {
+  const total = folder.total === null ? "" : `/${folder.total}`;
+  const done = `${folder.done}${total} ${folder.kind === "run" ? "steps" : "cells"}`;
+  for (const text of [folder.kind, folder.fate, done]) {
     const td = tr.appendChild(document.createElement("td"));
     td.className = "text";
     td.textContent = text;
   }
-  tr.appendChild(document.createElement("td")).textContent = ago(folder.seconds_ago);
+  tr.appendChild(document.createElement("td")).textContent = new Date(folder.changed).toLocaleString();
   return tr;
 }
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +15,7 @@ from minillama.ablation.analysis import analyse_arms
 from minillama.ablation.report.curves import thin
 from minillama.ablation.report.figures import page_data
 from minillama.ablation.results import CurveReader, Results, Run, read_results, read_run
+from minillama.files import is_locked
 from minillama.training.metrics import parse_metrics
 
 State = Literal["ok", "undertrained", "collapsed", "diverged", "crashed", "running", "waiting"]
@@ -24,9 +23,6 @@ State = Literal["ok", "undertrained", "collapsed", "diverged", "crashed", "runni
 _POINTS = 40_000  # of all raw curves of one figure, as in the report
 _RUNNING_POINTS = 300  # of the curve of one running cell
 _LOG_BYTES = 3000  # of the end of a crashed cell's log.txt
-_SILENT_S = 60.0
-_SILENT_LINES = 10
-_MAX_DEPTH = 3  # of run folders below the watched folder
 
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 
@@ -92,26 +88,6 @@ class LiveRuns:
         return before[2]
 
 
-def is_running(run: Run, now: float) -> bool:
-    """Return whether an unfinished run seems to be training: it has logged something lately.
-
-    Lately is within a minute, or ten times its usual time between two lines if that is longer.
-
-    Args:
-        run: whose folder is looked at.
-        now: the Unix time.
-    """
-    if run.fate != "unfinished":
-        return False
-    try:
-        began = (run.folder / "config.yaml").stat().st_mtime
-        last = max(began, (run.folder / "metrics.jsonl").stat().st_mtime)
-    except OSError:
-        return False
-    usual = (last - began) / max(1, len(run.curves.steps) + len(run.curves.val_steps))
-    return now - last < max(_SILENT_S, _SILENT_LINES * usual)
-
-
 class LiveFolder:
     """An ablation or a single run, and its state for the page."""
 
@@ -130,9 +106,9 @@ class LiveFolder:
             ConfigError, RunFolderError: as :func:`minillama.ablation.results.read_results`.
         """
         results = read_results(self.folder, read=self._runs.read)
-        now = time.time()
-        running = [run for run in results.runs if is_running(run, now)]
-        stopped = [run for run in results.runs if run.fate == "unfinished" and run not in running]
+        unfinished = [run for run in results.runs if run.fate == "unfinished"]
+        running = [run for run in unfinished if is_locked(run.folder / ".lock")]
+        stopped = [run for run in unfinished if run not in running]
         ended = [run for run in results.runs if run.fate != "unfinished"]
         waiting = [*results.missing, *((run.arm, run.lr, run.seed) for run in stopped)]
         key, figures = self._draw(results)
@@ -244,82 +220,3 @@ def _seconds_left(results: Results, running: list[Run], n_waiting: int) -> float
 
 def _json_number(value: float, digits: int = 6) -> float | None:
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
-
-
-# -------------------------------------------------------------------------------- many folders
-
-
-@dataclass(frozen=True)
-class Found:
-    """An ablation or a run below the watched folder; ``name`` is its path relative to that."""
-
-    name: str
-    path: Path
-    kind: Literal["ablation", "run"]
-
-
-def find_folders(root: Path) -> list[Found]:
-    """Return the ablations and runs in ``root`` and below, those that changed last first.
-
-    A link that leads out of ``root`` is not followed, and an ablation's cells are not listed.
-    """
-    found = sorted(_walk(root, root.resolve(), 0), key=lambda pair: -pair[0])
-    return [each for _, each in found]
-
-
-def _walk(folder: Path, root: Path, depth: int) -> Iterator[tuple[float, Found]]:
-    for file, kind in (("ablation.yaml", "ablation"), ("config.yaml", "run")):
-        if (folder / file).is_file():
-            name = folder.resolve().relative_to(root).as_posix()
-            yield _last_change(folder), Found(name, folder, kind)  # type: ignore[arg-type]
-            return
-    if depth == _MAX_DEPTH:
-        return
-    try:
-        children = [child for child in folder.iterdir() if child.is_dir()]
-    except OSError:
-        return
-    for child in children:
-        if child.resolve().is_relative_to(root) and not child.name.startswith("."):
-            yield from _walk(child, root, depth + 1)
-
-
-def _last_change(folder: Path) -> float:
-    times = [0.0]
-    for name in ("metrics.jsonl", "summary.json", "cells.csv", "sessions.json"):
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(times)
-
-
-def index_state(root: Path) -> list[dict[str, Any]]:
-    """Return a line for each ablation and run below ``root``, for JSON."""
-    now = time.time()
-    return [
-        {
-            "name": found.name,
-            "kind": found.kind,
-            "what": _progress(found),
-            "seconds_ago": max(0.0, round(now - _last_change(found.path))),
-        }
-        for found in find_folders(root)
-    ]
-
-
-def _progress(found: Found) -> str:
-    if found.kind == "ablation":
-        try:
-            with (found.path / "cells.csv").open("rb") as file:
-                n_ended = max(0, sum(1 for _ in file) - 1)
-        except OSError:
-            n_ended = 0
-        return f"{n_ended} cells ended"
-    try:
-        summary = json.loads((found.path / "summary.json").read_bytes())
-        loss = summary.get("val_loss")
-        ended = f", validation loss {loss:.4f}" if isinstance(loss, float) else ""
-        return f"{summary['fate'] or 'unfinished'}{ended}"
-    except (OSError, ValueError, KeyError, AttributeError):
-        return "unfinished"

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,14 +30,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 from plotly.offline import get_plotlyjs
 
 from minillama import launch
 from minillama.ablation import report
-from minillama.ablation.report.page import CAPTIONS
+from minillama.ablation.report.page import CAPTIONS, template_environment
+from minillama.commands.runs import find_entries
 from minillama.errors import ConfigError, MinillamaError
-from minillama.watch.live import LiveFolder, find_folders, index_state
+from minillama.watch.live import LiveFolder
 
 PORT = 8765
 _PORTS_TRIED = 20
@@ -97,8 +99,24 @@ class WatchServer(ThreadingHTTPServer):
         """Return the folder called ``name`` in the list; an empty name is the root itself."""
         if not name:
             return self.root if _holds_results(self.root) else None
-        found = {each.name: each.path for each in find_folders(self.root)}
-        return found.get(name)
+        return {each["name"]: self.root / each["name"] for each in self.index()}.get(name)
+
+    def index(self) -> list[dict[str, Any]]:
+        """Return what ``minillama runs`` lists, for JSON, each named by its path below the root.
+
+        A link that leads out of the root is not followed.
+        """
+        root = self.root.resolve()
+        inside = [
+            entry
+            for entry in find_entries(self.root)
+            if Path(entry.folder).resolve().is_relative_to(root)
+        ]
+        inside.sort(key=lambda entry: entry.changed, reverse=True)
+        return [
+            asdict(entry) | {"name": Path(entry.folder).relative_to(self.root).as_posix()}
+            for entry in inside
+        ]
 
     def state(self, folder: Path, figures_key: str) -> bytes:
         """Return the state of a folder as JSON; many readers at once cost no more than one."""
@@ -190,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif "folder" in query:
             return
         else:
-            payload = json.dumps({"folders": index_state(self.server.root)}).encode()
+            payload = json.dumps({"folders": self.server.index()}).encode()
         self._send(payload, "application/json")
 
     def _report(self, query: dict[str, str]) -> None:
@@ -234,13 +252,7 @@ def _plotly_bytes() -> bytes:
 @cache
 def _environment() -> Environment:
     drawing = Path(report.__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = template_environment(_HERE)
     environment.globals.update(
         titles={name: title for name, (title, _) in CAPTIONS.items()},
         css="\n".join(

@@ -69,6 +69,19 @@ def test_an_ablation_is_one_line_with_its_cells(folder):
     assert len(list(find_entries(folder))) == 3  # no line for a cell
 
 
+def test_cells_outside_a_narrowed_grid_do_not_count(folder):
+    table = folder / "more" / "grid" / "cells.csv"
+    whole = table.read_text(encoding="utf-8")
+    last = whole.splitlines()[-1]
+    assert last.endswith(",True")
+    try:
+        table.write_text(whole + last.removesuffix("True") + "False\n", encoding="utf-8")
+        entry = by_name(folder)["grid"]
+    finally:
+        table.write_text(whole, encoding="utf-8")
+    assert (entry.done, entry.total, entry.fate) == (2, 2, "finished")
+
+
 def test_crashed_and_missing_cells_are_counted(folder):
     table = folder / "more" / "grid" / "cells.csv"
     whole = table.read_text(encoding="utf-8")

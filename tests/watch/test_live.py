@@ -1,14 +1,13 @@
 """What the page is told about run folders, and that growing files are read on, not again."""
 
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minillama.watch.live import LiveFolder, MetricsTail, find_folders, is_running
+from minillama.files import lock
+from minillama.watch.live import LiveFolder, MetricsTail
 
 
 def _line(step: int, loss: float = 2.0) -> bytes:
@@ -55,18 +54,16 @@ def test_figures_are_sent_again_only_after_a_change(live: LiveFolder, make_ablat
     assert "figures" in live.state(key)
 
 
-def test_a_cell_that_logs_is_running_and_a_silent_one_waits(live: LiveFolder) -> None:
+def test_a_cell_whose_folder_is_locked_is_running(live: LiveFolder) -> None:
     folder = live.folder / "cells" / "rms" / "lr-0.003" / "seed-0"
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | {"finished": False}))
+    with lock(folder / ".lock", busy="busy", timeout=0):
+        state = live.state()
+        assert [run["seed"] for run in state["running"]] == [0]
+        assert state["running"][0]["y"]
     state = live.state()
-    assert [run["seed"] for run in state["running"]] == [0]
-    assert state["running"][0]["y"]
-    for name in ("config.yaml", "metrics.jsonl"):
-        os.utime(folder / name, (time.time() - 3600,) * 2)
-    assert live.state()["counts"]["running"] == 0
-    assert live.state()["counts"]["waiting"] == 3
-    assert not is_running(next(iter(live._runs._runs.values()))[2], time.time())
+    assert (state["counts"]["running"], state["counts"]["waiting"]) == (0, 3)
 
 
 def test_what_a_crashed_cell_said_is_shown(live: LiveFolder) -> None:
@@ -79,11 +76,3 @@ def test_what_a_crashed_cell_said_is_shown(live: LiveFolder) -> None:
     failed = next(cell for cell in live.state()["failed"] if cell["fate"] == "crashed")
     assert failed["error"] == "OSError: disk"
     assert failed["log"] == "Traceback: <b>no</b>"
-
-
-def test_folders_are_found_below_but_not_outside(make_ablation: Any, tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    (root / "group" / "tiny").mkdir(parents=True)
-    (root / "group" / "tiny" / "config.yaml").write_text("name: tiny")
-    (root / "elsewhere").symlink_to(make_ablation({"rms": {1e-3: [2.0]}}))
-    assert [found.name for found in find_folders(root)] == ["group/tiny"]

@@ -44,6 +44,15 @@ def test_the_list_names_what_the_folder_holds(server: WatchServer) -> None:
     assert {each["name"] for each in json.loads(body)["folders"]} == {"grid", "other"}
 
 
+def test_a_link_that_leads_out_is_not_followed(server: WatchServer, tmp_path: Path) -> None:
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "config.yaml").write_text("name: secret")
+    (server.root / "link").symlink_to(elsewhere)
+    assert {each["name"] for each in server.index()} == {"grid", "other"}
+    assert _get(server, "/state?folder=link")[0] == 404
+
+
 def test_a_folder_of_the_list_has_a_page_and_a_state(server: WatchServer) -> None:
     status, body = _get(server, "/?folder=grid")
     assert status == 200
