@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from minillama.ablation.measures import (
 )
 from minillama.ablation.results import Results, Run
 from minillama.ablation.statistics import (
+    ALPHA,
     bca_interval,
     holm,
     sign_flip_test,
@@ -38,6 +39,10 @@ class ArmResult:
 
     name: str
     baseline: str
+    config_arm: str
+    """Its name in the config, without the values of axes."""
+    point: Mapping[str, str]
+    """The label of its value on each axis."""
     runs: Sequence[Run]
     losses: Mapping[tuple[float, int], float]
     mean_loss: Mapping[float, float]
@@ -162,9 +167,12 @@ def _analyse(results: Results, arm: str) -> ArmResult:
         if all((lr, seed) in losses for lr in lrs) and len(lrs) > 1
     }
     full = len(lrs) > 1 and len(mean_loss) == len(lrs)
+    in_grid = results.grid_arms.get(arm)
     return ArmResult(
         name=arm,
         baseline=results.baseline_of.get(arm, arm),
+        config_arm=in_grid.config_arm if in_grid else arm,
+        point=in_grid.point if in_grid else {},
         runs=runs,
         losses=losses,
         mean_loss=mean_loss,
@@ -179,20 +187,25 @@ def _analyse(results: Results, arm: str) -> ArmResult:
     )
 
 
-def compare_arms(arms: Sequence[ArmResult], margin: float) -> list[Comparison]:
-    """Compare each arm with its baseline, where they share a seed at their best LRs."""
+def with_baselines(arms: Sequence[ArmResult]) -> Iterator[tuple[ArmResult, ArmResult]]:
+    """Yield each arm that is compared, with its baseline."""
     named = {arm.name: arm for arm in arms}
-    out = []
     for arm in arms:
         baseline = named.get(arm.baseline)
-        if baseline is None or baseline is arm:
-            continue
+        if baseline is not None and baseline is not arm:
+            yield arm, baseline
+
+
+def compare_arms(arms: Sequence[ArmResult], margin: float) -> list[Comparison]:
+    """Compare each arm with its baseline, where they share a seed at their best LRs."""
+    out = []
+    for arm, baseline in with_baselines(arms):
         seeds = tuple(s for s in arm.best_seeds if s in baseline.best_seeds)
         if seeds:
             out.append(_compare(arm, baseline, seeds, margin))
     apart, same = holm([c.p_t for c in out]), holm([c.same_p for c in out])
     sensitivity = holm([c.s_p for c in out])
-    level = 1 - 0.05 / max(1, len(out))
+    level = 1 - ALPHA / max(1, len(out))
     return [
         replace(
             c,

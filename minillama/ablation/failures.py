@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from minillama.ablation.analysis import ArmResult, Interval
+from minillama.ablation.analysis import ArmResult, Interval, with_baselines
 from minillama.ablation.statistics import holm, mcnemar_test, rate_difference_interval
 
 FAILED = ("diverged", "collapsed")
@@ -43,12 +43,8 @@ class FailureComparison:
 
 def compare_failures(arms: Sequence[ArmResult]) -> list[FailureComparison]:
     """Compare each arm with its baseline at each learning rate where a run of either failed."""
-    named = {arm.name: arm for arm in arms}
     out = []
-    for arm in arms:
-        baseline = named.get(arm.baseline)
-        if baseline is None or baseline is arm:
-            continue
+    for arm, baseline in with_baselines(arms):
         ours, theirs = _failures(arm), _failures(baseline)
         shared = ours.keys() & theirs.keys()
         for lr in sorted({lr for lr, _ in shared}):

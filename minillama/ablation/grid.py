@@ -1,6 +1,6 @@
-"""Expands an ablation's config into its cells: arms × sizes × axes × learning rates × seeds.
+"""Expands an ablation's config into its cells: arms × axes × learning rates × seeds.
 
-base ──overrides──▶ the arm's ──▶ a size's ──▶ a value of each axis ──▶ lr, seed, folder ──▶ Cell
+base ──overrides──▶ ──the arm's──▶ ──one value of each axis──▶ ──lr, seed, folder──▶ Cell
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm, or one arm at one size and one value of each axis.
+    """One arm, or one arm at one value of each axis.
 
     Args:
         name: its name in tables: that of the config and a suffix for each axis.
@@ -52,15 +52,15 @@ class Arm:
         overrides: of the base, by dotted name.
         lrs: its learning rates, in the order of the config.
         config_arm: its name in the config.
-        point: the label of its value on each axis, by the axis's short name; ``size`` is one.
+        point: the label of its value on each axis, by the axis's short name.
     """
 
     name: str
     baseline: str
     overrides: Mapping[str, Any]
-    lrs: tuple[float, ...] = ()
-    config_arm: str = ""
-    point: Mapping[str, str] = field(default_factory=dict)
+    lrs: tuple[float, ...]
+    config_arm: str
+    point: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,6 @@ def _arm_folders(arms: Sequence[str]) -> dict[str, str]:
     return folders
 
 
-_BETWEEN_SETTINGS = re.compile(r"\+(?=[\w.-]+=)")
-"""Separates an arm's name from the value of an axis, and one such value from the next."""
-
-
-def split_name(name: str) -> tuple[str, dict[str, str]]:
-    """Return the name that an :class:`Arm` has in the config, and its value on each axis."""
-    first, *settings = _BETWEEN_SETTINGS.split(name)
-    values = (setting.partition("=") for setting in settings)
-    return first, {axis: value for axis, _, value in values}
-
-
 def arms(config: AblationConfig) -> list[Arm]:
     """Return every arm at every combination of axis values, in the order of the config."""
     leaves = [name.rpartition(".")[2] for name in config.axes]
@@ -144,11 +133,9 @@ def arms(config: AblationConfig) -> list[Arm]:
     for name, overrides in config.arms.items():
         for values in itertools.product(*config.axes.values()):
             point = dict(zip(config.axes, values, strict=True))
-            suffix = "".join(
-                f"+{short}={_label(value)}" for short, value in zip(shorts, values, strict=True)
-            )
-            merged = flatten(overrides) | flatten(point)
             labels = {short: _label(value) for short, value in zip(shorts, values, strict=True)}
+            suffix = "".join(f"+{short}={label}" for short, label in labels.items())
+            merged = flatten(overrides) | flatten(point)
             out.append(
                 Arm(name + suffix, config.baseline + suffix, merged, tuple(config.lr), name, labels)
             )

@@ -8,13 +8,12 @@ show that the axis matters.  What does is the difference of the two differences,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from minillama.ablation.analysis import ArmResult, Interval
-from minillama.ablation.grid import split_name
 from minillama.ablation.statistics import holm, t_interval, t_test
 
 
@@ -45,9 +44,8 @@ def compare_over_axes(arms: Sequence[ArmResult]) -> list[Interaction]:
     named = {arm.name: arm for arm in arms}
     out = []
     for arm in arms:
-        name, point = split_name(arm.name)
-        for axis, value in point.items():
-            first = _at_first_value(arms, name, point, axis)
+        for axis, value in arm.point.items():
+            first = _at_first_value(arms, arm, axis)
             corners = (arm, named.get(arm.baseline), first, named.get(first.baseline))
             four = [each for each in corners if each is not None]
             shared = set.intersection(*(set(each.best_seeds) for each in four))
@@ -58,12 +56,14 @@ def compare_over_axes(arms: Sequence[ArmResult]) -> list[Interaction]:
             d = (at[0] - at[1]) - (at[2] - at[3])
             out.append(
                 Interaction(
-                    arm=name,
-                    baseline=split_name(arm.baseline)[0],
+                    arm=arm.config_arm,
+                    baseline=four[1].config_arm,
                     axis=axis,
                     value=value,
-                    reference=split_name(first.name)[1][axis],
-                    elsewhere=", ".join(f"{key}={at}" for key, at in point.items() if key != axis),
+                    reference=first.point[axis],
+                    elsewhere=", ".join(
+                        f"{key}={at}" for key, at in arm.point.items() if key != axis
+                    ),
                     seeds=seeds,
                     mean=float(d.mean()),
                     t95=Interval.of(t_interval(d)),
@@ -75,12 +75,11 @@ def compare_over_axes(arms: Sequence[ArmResult]) -> list[Interaction]:
     return [replace(each, p_holm=p) for each, p in zip(out, adjusted, strict=True)]
 
 
-def _at_first_value(
-    arms: Sequence[ArmResult], name: str, point: Mapping[str, str], axis: str
-) -> ArmResult:
-    """Return the arm of the same name and other axes at the axis's first value."""
-    for arm in arms:
-        other, at = split_name(arm.name)
-        if other == name and {**at, axis: point[axis]} == point:
-            return arm
-    raise AssertionError("an arm is found by its own name and values")
+def _at_first_value(arms: Sequence[ArmResult], arm: ArmResult, axis: str) -> ArmResult:
+    """Return the arm that differs from ``arm`` in ``axis`` alone, at the axis's first value."""
+    wanted = {**arm.point, axis: ""}
+    return next(
+        each
+        for each in arms
+        if each.config_arm == arm.config_arm and {**each.point, axis: ""} == wanted
+    )

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from minillama.ablation.statistics import ALPHA
+
 Floats = NDArray[np.float64]
 
-ALPHA = 0.05
 MAX_SEEDS = 10_000
 """Beyond this many seeds :func:`seeds_needed` gives up."""
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(200)

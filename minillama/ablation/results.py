@@ -49,7 +49,10 @@ gradient was not finite, which readers of CSV take for the number.
 
 _TEXTS = ("arm", "fate", "run_dir", "config_hash", "weights_hash", "data_hash", "error")
 
-ENDED = ("ok", "undertrained", "collapsed", "diverged")
+TRAINED = ("ok", "undertrained", "collapsed")
+"""Fates of a run that took all its steps."""
+
+ENDED = (*TRAINED, "diverged")
 """Fates of a run that ended by itself; ``crashed`` and ``unfinished`` ones did not."""
 
 SESSIONS_FILE = "sessions.json"
@@ -107,9 +110,7 @@ class Run:
     @property
     def has_loss(self) -> bool:
         """Whether it ended with a loss worth drawing; that of a diverged run is far too large."""
-        return self.fate in ("ok", "undertrained", "collapsed") and math.isfinite(
-            self.figure("val_loss")
-        )
+        return self.fate in TRAINED and self.has_figure("val_loss")
 
     @property
     def ended(self) -> bool:
@@ -154,7 +155,7 @@ class Results:
     left_out: tuple[Run, ...] = ()
 
     def lrs_of(self, arm: str) -> tuple[float, ...]:
-        """Return the learning rates of one arm, ascending; each size may have its own."""
+        """Return the learning rates of one arm, ascending."""
         return tuple(sorted(self.grid_arms[arm].lrs)) if arm in self.grid_arms else self.lrs
 
     def left_out_reasons(self) -> dict[str, int]:

@@ -241,7 +241,7 @@ class GroupsConfig(Section):
     )
     shifts: GroupConfig | None = Field(None, description="β of norms")
     other: GroupConfig | None = Field(
-        None, description="single numbers: α of DyT and Derf, a of ReZero, the embedding's scale"
+        None, description="α of DyT and Derf, a of ReZero, learned scales"
     )
 
 

@@ -5,7 +5,7 @@ head     the matrix before the logits
 hidden   the matrices of the blocks
 gains    γ of a norm (and g of ScaleNorm)
 shifts   β of a norm
-other    α of DyT and Derf, a of ReZero, the learned scale of the embedding
+other    α of DyT and Derf, a of ReZero, learned scales: of the embedding, of an nGPT
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ class FateRow:
     """The ended runs of one arm at one learning rate.
 
     ``distances`` are the lowest and the highest loss, in nats per token above the line (below zero:
-    under it), None if all diverged.  ``failed_at`` counts the failed runs for each of
-    ``LINE_SHIFTS``, and ``low`` to ``high`` is Wilson's 95% interval of the rate of failure.
+    under it), None if all diverged.  ``failed`` counts the failed runs, ``failed_at`` those with
+    the line moved by each of ``LINE_SHIFTS``, and ``low`` to ``high`` is Wilson's 95% interval of
+    the rate of failure.
     """
 
     arm: str
@@ -30,6 +31,7 @@ class FateRow:
     n: int
     fates: Counter[str]
     distances: tuple[float, float] | None
+    failed: int
     failed_at: tuple[int, ...]
     low: float
     high: float
@@ -79,6 +81,7 @@ def _row(arm: str, lr: float, runs: Sequence[Run]) -> FateRow:
         n=len(runs),
         fates=Counter(run.fate for run in runs),
         distances=(min(distances), max(distances)) if distances else None,
+        failed=failed,
         failed_at=tuple(
             sum(failed_with_line_moved(run, shift) for run in runs) for shift in LINE_SHIFTS
         ),

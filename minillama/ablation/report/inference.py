@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from minillama.ablation.analysis import Comparison
 from minillama.ablation.failures import FailureComparison
 from minillama.ablation.interactions import Interaction
-from minillama.ablation.report.wording import ALPHA, format_interval, format_p_value
+from minillama.ablation.report.wording import format_interval, format_p_value
+from minillama.ablation.statistics import ALPHA
 from minillama.formatting import format_number, join_words, pluralize
 
 

@@ -20,9 +20,9 @@ from minillama.ablation.report.curves import SMOOTHED_SHARE
 from minillama.ablation.report.fates import LINE_SHIFTS, failed_in_all, fate_rows
 from minillama.ablation.report.figures import arm_styles, page_data
 from minillama.ablation.report.sensitivity import RANK_DEPTH, sensitivity_rows
-from minillama.ablation.report.wording import ALPHA, format_interval, format_p_value
+from minillama.ablation.report.wording import format_interval, format_p_value
 from minillama.ablation.results import Results, Run, table_row
-from minillama.ablation.statistics import MIN_PAIRS_FOR_SIGN_FLIP
+from minillama.ablation.statistics import ALPHA, MIN_PAIRS_FOR_SIGN_FLIP
 from minillama.formatting import (
     MISSING,
     format_duration,
@@ -30,6 +30,7 @@ from minillama.formatting import (
     format_si,
     pluralize,
 )
+from minillama.training.stability import COLLAPSE_MARGIN
 
 _MAX_DATA_BYTES = 900_000
 """With plotly.js this makes a page below 6 MB."""
@@ -137,14 +138,19 @@ def render(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[Co
     )
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(_HERE),
+def template_environment(folder: Path) -> Environment:
+    """Return what renders the templates in ``folder``, all text in them escaped."""
+    return Environment(
+        loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def _environment() -> Environment:
+    environment = template_environment(_HERE)
     environment.filters.update(
         number=format_number,
         p_value=format_p_value,
@@ -165,6 +171,7 @@ def _environment() -> Environment:
         interval=format_interval,
         alpha=ALPHA,
         line_shifts=LINE_SHIFTS,
+        collapse_margin=COLLAPSE_MARGIN,
         rank_depth=RANK_DEPTH,
         min_pairs=MIN_PAIRS_FOR_SIGN_FLIP,
         nan=math.nan,

@@ -6,13 +6,13 @@ All text here is plain; the page escapes it.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minillama.ablation.analysis import ArmResult, Comparison
 from minillama.ablation.failures import FAILED, compare_failures
-from minillama.ablation.grid import split_name
 from minillama.ablation.interactions import compare_over_axes
 from minillama.ablation.measures import BASIN_DEPTH
 from minillama.ablation.report.cost import costs
@@ -23,9 +23,9 @@ from minillama.ablation.report.inference import (
     only_unadjusted,
 )
 from minillama.ablation.report.sensitivity import RANK_DEPTH, sensitivity_rows
-from minillama.ablation.report.wording import ALPHA, format_interval, format_p_value
-from minillama.ablation.results import ENDED, Results, Run
-from minillama.ablation.statistics import MIN_PAIRS_FOR_SIGN_FLIP
+from minillama.ablation.report.wording import format_interval, format_p_value
+from minillama.ablation.results import ENDED, TRAINED, Results, Run
+from minillama.ablation.statistics import ALPHA, MIN_PAIRS_FOR_SIGN_FLIP
 from minillama.formatting import format_duration, format_number, join_words, pluralize
 from minillama.training.stability import (
     COLLAPSE_MARGIN,
@@ -56,6 +56,10 @@ def join_some(names: Sequence[str], n_all: int) -> str:
     return f"{'; '.join(names[:-1])}; and {names[-1]}"
 
 
+_BETWEEN_SETTINGS = re.compile(r"\+(?=[\w.-]+=)")
+"""Separates an arm's name from the value of an axis, and one such value from the next."""
+
+
 def short_names(arms: Sequence[str]) -> dict[str, str]:
     """Return a short, unique name for each arm.
 
@@ -63,7 +67,7 @@ def short_names(arms: Sequence[str]) -> dict[str, str]:
     ``n_layers=24``: parts that all arms share are left out, and of a dotted name only the last part
     is kept.  Less is cut where a name would become empty or two would become equal.
     """
-    parts = {arm: _parts(arm) for arm in arms}
+    parts = {arm: _BETWEEN_SETTINGS.split(arm) for arm in arms}
     shared = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
     for left_out in (shared, set[str]()):
         short = {
@@ -73,11 +77,6 @@ def short_names(arms: Sequence[str]) -> dict[str, str]:
         if all(short.values()) and len(set(short.values())) == len(short):
             return short
     return {arm: arm for arm in arms}
-
-
-def _parts(arm: str) -> list[str]:
-    name, settings = split_name(arm)
-    return [name, *(f"{axis}={value}" for axis, value in settings.items())]
 
 
 def _leaf(part: str) -> str:
@@ -356,7 +355,7 @@ def _unequal_conditions(results: Results) -> list[str]:
                 f"Not every arm had {what} as its baseline: the hashes differ for seed "
                 f"{join_words(map(str, seeds))}."
             )
-    trained = [run for run in results.runs if run.fate in ("ok", "undertrained", "collapsed")]
+    trained = [run for run in results.runs if run.fate in TRAINED]
     groups: dict[str, set[float]] = {}
     for run in trained:
         groups.setdefault(results.baseline_of.get(run.arm, ""), set()).add(run.figure("tokens"))

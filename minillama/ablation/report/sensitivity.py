@@ -53,7 +53,6 @@ def sensitivity_rows(arms: Sequence[ArmResult]) -> list[SensitivityRow]:
         own, base = trimmed[arm.name], trimmed.get(arm.baseline, {})
         shared = [s for s in own if s in base] if arm.name != arm.baseline else []
         d = np.array([own[s] - base[s] for s in shared])
-        low, high = t_interval(d)
         plain, trapezoid = arm.mean_sensitivity()
         out.append(
             SensitivityRow(
@@ -62,7 +61,7 @@ def sensitivity_rows(arms: Sequence[ArmResult]) -> list[SensitivityRow]:
                 trapezoid=trapezoid,
                 trimmed=float(np.mean(list(own.values()))) if own else math.nan,
                 trimmed_difference=float(d.mean()) if shared else math.nan,
-                trimmed_t95=Interval(float(low), float(high)),
+                trimmed_t95=Interval.of(t_interval(d)),
                 n_pairs=len(shared),
                 behind=arm.best_loss - min(loss for loss in rivals if math.isfinite(loss)),
                 left_out=tuple(sorted({run.seed for run in arm.runs} - set(arm.sensitivity))),

@@ -1,12 +1,10 @@
-"""How the report writes p values and intervals, and the level at which it calls a thing shown."""
+"""How the report writes p values and intervals."""
 
 from __future__ import annotations
 
 import math
 
 from minillama.formatting import format_number
-
-ALPHA = 0.05
 
 
 def format_p_value(p: float) -> str:
