@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 from minillama import bench
-from minillama.bench import gpu
 from minillama.errors import MinillamaError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # x-transformers uses torch.jit.script
+    from minillama.bench import gpu
 
 TINY = dataclasses.replace(
     gpu.CPU_SIZES, norm=(16, 8), step=gpu.Shape(16, 1, 64, 2, 8, 2), seconds=1e-3

@@ -249,7 +249,7 @@ def _training_step(device: torch.device, sizes: Sizes) -> Iterator[Figure]:
 
     def their(compiled: bool) -> Callable[[], object]:
         theirs = hf_llama(model)
-        nn.Module.to(theirs, device)
+        nn.Module.to(theirs, device)  # which transformers types otherwise
         return hf_step(theirs, torch.compile(theirs) if compiled else theirs, tokens)
 
     for compiled in (False, True)[: 1 + sizes.compiled]:

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from loguru import logger
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from x_transformers import Decoder, TransformerWrapper
 
 from minillama.config import ModelConfig
 from minillama.config.run import OptimConfig
+
+logger.disable("x_transformers")  # which has advice on the shape that it is given
 
 
 def hf_llama(config: ModelConfig) -> LlamaForCausalLM:
@@ -43,12 +47,8 @@ def hf_step(model: LlamaForCausalLM, call: Any, tokens: Tensor) -> Callable[[], 
     return _update(model, loss)
 
 
-def x_transformer(config: ModelConfig) -> nn.Module:
+def x_transformer(config: ModelConfig) -> TransformerWrapper:
     """Return x-transformers' decoder of the same shape; its gated MLP has a bias more."""
-    from loguru import logger
-    from x_transformers import Decoder, TransformerWrapper
-
-    logger.disable("x_transformers")  # which has advice on the shape that it is given
     layers = Decoder(
         dim=config.dim,
         depth=config.n_layers,
@@ -64,17 +64,16 @@ def x_transformer(config: ModelConfig) -> nn.Module:
         ff_no_bias=True,
         ff_mult=config.ffn_dim / config.dim,
     )
-    model: nn.Module = TransformerWrapper(
+    return TransformerWrapper(
         num_tokens=config.vocab_size,
         max_seq_len=config.max_seq_len,
         attn_layers=layers,
         use_abs_pos_emb=False,
         tie_embedding=config.tie_embeddings,
     )
-    return model
 
 
-def x_step(model: nn.Module, tokens: Tensor) -> Callable[[], object]:
+def x_step(model: TransformerWrapper, tokens: Tensor) -> Callable[[], object]:
     """Return what makes one update of ``model``."""
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
     return _update(model, lambda: F.cross_entropy(model(inputs).flatten(0, 1), targets))
