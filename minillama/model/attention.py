@@ -15,11 +15,17 @@ from minillama.arguments import check_flag, check_type, whole_number
 from minillama.config import ModelConfig
 from minillama.config.placement import PLACEMENTS
 from minillama.errors import ConfigError
-from minillama.model.kernels import attend, causal_attention
+from minillama.model.kernels import attend, causal_attention, residual_attention
 from minillama.model.kv_cache import KVCache
 from minillama.model.ngpt import LearnedScale
 from minillama.model.norms import L2Norm, RMSNorm, build_norm
-from minillama.model.projection import Linear, packed_linear
+from minillama.model.projection import (
+    Linear,
+    are_identities,
+    are_plain,
+    is_hooked,
+    packed_linear,
+)
 from minillama.model.rope import Rotation, rotate
 
 
@@ -148,3 +154,28 @@ class Attention(nn.Module):
             y_BTHK = y_BTHK * torch.unflatten(gate, -1, (self.n_heads, -1))
         out_BTD: Tensor = self.o_proj(y_BTHK.flatten(2))
         return out_BTD
+
+
+def fused_attention(
+    module: nn.Module, x_BTD: Tensor, gain_D: Tensor, eps: float, rotation: Rotation
+) -> Tensor | None:
+    """Return x + module(RMSNorm(x)), the norm with γ and ε, by C kernels; None: not possible.
+
+    It is not where the module is no :class:`Attention`, or it or one inside is hooked or replaced,
+    or has norms or a gate.
+    """
+    if type(module) is not Attention or is_hooked(module):
+        return None
+    projections = module.q_proj, module.k_proj, module.v_proj, module.o_proj
+    if (
+        module.qk_scale is not None
+        or module.g_proj is not None
+        or not are_plain(*projections)
+        or not are_identities(module.q_norm, module.k_norm, module.v_norm)
+    ):
+        return None
+    *qkv_weights, o_weight = (projection.weight for projection in projections)
+    n_heads, n_kv_heads = module.n_heads, module.n_kv_heads
+    return residual_attention(
+        x_BTD, gain_D, qkv_weights, o_weight, rotation, n_heads, n_kv_heads, eps
+    )

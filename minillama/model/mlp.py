@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from minillama.arguments import check_type
 from minillama.config import ModelConfig
 from minillama.config.placement import PLACEMENTS
-from minillama.model.kernels import gated_mlp, swiglu
+from minillama.model.kernels import gated_mlp, residual_mlp, swiglu
 from minillama.model.ngpt import LearnedScale, scale_rows
-from minillama.model.projection import Linear, are_plain, packed_linear
+from minillama.model.projection import Linear, are_plain, is_hooked, packed_linear
 
 
 class MLP(nn.Module):
@@ -55,3 +55,16 @@ class MLP(nn.Module):
             packed = packed * torch.cat((self.gate_scale(), self.up_scale()))
         y_BTD: Tensor = down(swiglu(packed))
         return y_BTD
+
+
+def fused_mlp(module: nn.Module, x_BTD: Tensor, gain_D: Tensor, eps: float) -> Tensor | None:
+    """Return x + module(RMSNorm(x)), the norm with γ and ε, by a C kernel; None: not possible.
+
+    It is not where the module is no :class:`MLP`, or it or one inside is hooked or replaced.
+    """
+    if type(module) is not MLP or module.gate_scale is not None or is_hooked(module):
+        return None
+    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    if not are_plain(gate, up, down):
+        return None
+    return residual_mlp(x_BTD, gain_D, eps, gate.weight, up.weight, down.weight)

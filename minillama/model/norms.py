@@ -32,6 +32,7 @@ from minillama.config.loading import Section
 from minillama.config.norms import NORM_KINDS, NormConfig, NormKind
 from minillama.errors import ConfigError
 from minillama.model.kernels import rms_norm, rms_norm_reference
+from minillama.model.projection import is_hooked
 from minillama.registry import Registry
 
 BuildT = TypeVar("BuildT", bound=Callable[..., nn.Module])
@@ -165,6 +166,22 @@ class RMSNorm(nn.Module):
         parts += [f"measured={self.n_measured}"] if self.n_measured < self.dim else []
         parts += ["bias=True"] if self.bias is not None else []
         return ", ".join(parts)
+
+
+def plain_gain(norm: nn.Module) -> tuple[Tensor, float] | None:
+    """Return γ and ε of a norm that is only x / √(mean(x²) + ε) · γ, so that a kernel may do it.
+
+    None for any other norm, and for one with hooks.
+    """
+    if (
+        type(norm) is not RMSNorm
+        or norm.unit_offset
+        or norm.n_measured < norm.dim
+        or norm.bias is not None
+        or is_hooked(norm)
+    ):
+        return None
+    return None if (gain := norm.weight) is None else (gain, norm.eps)
 
 
 @_builds("layernorm")

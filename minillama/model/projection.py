@@ -36,6 +36,11 @@ def are_plain(*layers: nn.Module) -> bool:
     return all(type(layer) is Linear and not is_hooked(layer) for layer in layers)
 
 
+def are_identities(*modules: nn.Module) -> bool:
+    """Return whether each module is an identity without hooks."""
+    return all(type(module) is nn.Identity and not is_hooked(module) for module in modules)
+
+
 def is_hooked(layer: nn.Module) -> bool:
     """Return whether ``layer``, or every module, has hooks or a replaced ``forward``."""
     return bool(

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from minillama.arguments import check_type, whole_number
 from minillama.config import ModelConfig
 from minillama.config.placement import PLACEMENTS
-from minillama.model.attention import Attention
+from minillama.model.attention import Attention, fused_attention
 from minillama.model.kernels import (
     IGNORED,
     LossOptions,
@@ -29,10 +29,10 @@ from minillama.model.kernels import (
     logits_cross_entropy,
 )
 from minillama.model.kv_cache import KVCache
-from minillama.model.mlp import MLP
+from minillama.model.mlp import MLP, fused_mlp
 from minillama.model.ngpt import LearnedScale, normalise_weights, scale_rows
-from minillama.model.norms import build_norm, multiply_gain, norm_parameter_names
-from minillama.model.projection import Linear, are_plain
+from minillama.model.norms import build_norm, multiply_gain, norm_parameter_names, plain_gain
+from minillama.model.projection import Linear, are_identities, are_plain
 from minillama.model.rope import RotaryEmbedding, Rotation
 
 
@@ -82,14 +82,37 @@ class Block(nn.Module):
     ) -> Tensor:
         """Add the output of both sub-layers to the residual stream."""
         s, (alpha, a) = self.s, self._residual_scales(self.attention_step)
-        h = self.attention(_times(s, self.attention_input_norm(x_BTD)), rotation, cache, mask)
-        x_BTD = _times(alpha, x_BTD) + _times(a, self.attention_output_norm(h))
-        x_BTD = self.attention_residual_norm(x_BTD)
-        alpha, a = self._residual_scales(self.mlp_step)
-        h = self.mlp(_times(s, self.mlp_input_norm(x_BTD)))
-        x_BTD = _times(alpha, x_BTD) + _times(a, self.mlp_output_norm(h))
-        y_BTD: Tensor = self.mlp_residual_norm(x_BTD)
+        y_BTD = None if cache is not None or mask is not None else self._fused(x_BTD, rotation)
+        if y_BTD is None:
+            h = self.attention(_times(s, self.attention_input_norm(x_BTD)), rotation, cache, mask)
+            x_BTD = _times(alpha, x_BTD) + _times(a, self.attention_output_norm(h))
+            y_BTD = self.attention_residual_norm(x_BTD)
+        x_BTD, y_BTD = y_BTD, self._fused(y_BTD)
+        if y_BTD is None:
+            alpha, a = self._residual_scales(self.mlp_step)
+            h = self.mlp(_times(s, self.mlp_input_norm(x_BTD)))
+            x_BTD = _times(alpha, x_BTD) + _times(a, self.mlp_output_norm(h))
+            y_BTD = self.mlp_residual_norm(x_BTD)
         return y_BTD
+
+    def _fused(self, x_BTD: Tensor, rotation: Rotation | None = None) -> Tensor | None:
+        """Return x + f(s·input_norm(x)) by a C kernel; None: other formula, or not possible.
+
+        f is attention with a ``rotation``, else the MLP.
+        """
+        if rotation is None:
+            norm, *others = self.mlp_input_norm, self.mlp_output_norm, self.mlp_residual_norm
+        else:
+            norm = self.attention_input_norm
+            others = [self.attention_output_norm, self.attention_residual_norm]
+        has_other_scales = self.alpha != 1 or self.a is not None or self.mlp_step is not None
+        gain_and_eps = None if has_other_scales else plain_gain(norm)
+        if gain_and_eps is None or not are_identities(*others):
+            return None
+        gain_D, eps = _times(self.s, gain_and_eps[0]), gain_and_eps[1]
+        if rotation is None:
+            return fused_mlp(self.mlp, x_BTD, gain_D, eps)
+        return fused_attention(self.attention, x_BTD, gain_D, eps, rotation)
 
     def _residual_scales(self, step: LearnedScale | None) -> tuple[Tensor | float, Tensor | None]:
         """Return α and a."""

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from kernel_helpers import tensor
 from torch import Tensor
 
-from minillama.model.kernels import gated_mlp, gated_mlp_reference, linear, mlp, swiglu
+from minillama.model.kernels import (
+    gated_mlp,
+    gated_mlp_reference,
+    linear,
+    mlp,
+    residual_mlp,
+    rms_norm_reference,
+    swiglu,
+)
 
 Weights = tuple[Tensor, Tensor, Tensor]
 
@@ -49,6 +57,66 @@ def used(dim: int, inner: int) -> bool:
 
 
 # ------------------------------------------------------------------------- values and gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("rows", "dim", "inner"),
+    [(1, 16, 16), (7, 16, 48), (97, 48, 16), (600, 64, 176), (500, 16, 4096)],
+)
+def test_the_sub_layer_with_its_norm_is_that_of_float64(
+    dtype: torch.dtype, rows: int, dim: int, inner: int
+) -> None:
+    def plain(x: Tensor, gain: Tensor, *weights: Tensor) -> Tensor:
+        return x + gated_mlp_reference(rms_norm_reference(x, gain, 1e-6), *weights)
+
+    def fused(x: Tensor, gain: Tensor, *weights: Tensor) -> Tensor | None:
+        return residual_mlp(x, gain, 1e-6, *weights)
+
+    def gradients(function: Callable[..., Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+        given = (tensor(rows, dim, seed=3), tensor(dim, seed=5), *weights(dim, inner))
+        tensors = [t.to(dtype).requires_grad_() for t in given]
+        y = function(*tensors)
+        assert y is not None
+        grad = tensor(rows, dim, seed=4).to(dtype)
+        return [y.detach(), *torch.autograd.grad(y, tensors, grad)]
+
+    if not used(dim, inner):
+        pytest.skip("no C compiler, or few vector registers")
+    tolerance = 64 * torch.finfo(dtype).eps * (1 if dtype is torch.float32 else 8)
+    ours, true = gradients(fused, dtype), gradients(plain, torch.float64)
+    for got, want in zip(ours, true, strict=True):
+        assert got.dtype == dtype
+        assert (got - want).abs().max() <= tolerance * want.abs().max()
+
+
+@pytest.mark.parametrize("rows", [96, 2049])
+def test_the_sub_layer_with_its_norm_is_the_same_on_any_number_of_threads(
+    threads: Callable[[int], None], rows: int
+) -> None:
+    if not used(64, 176):
+        pytest.skip("no C compiler, or few vector registers")
+    given = (tensor(rows, 64, seed=3), tensor(64, seed=5), *weights(64, 176))
+    x, gain, *others = (t.float().requires_grad_() for t in given)
+    results = []
+    for n in (1, 2, 3):
+        threads(n)
+        y = residual_mlp(x, gain, 1e-6, *others)
+        assert y is not None
+        results.append([y, *torch.autograd.grad(y, [x, gain, *others], x.detach())])
+        for got, want in zip(results[-1], results[0], strict=True):
+            assert torch.equal(got, want)
+
+
+def test_the_sub_layer_that_has_no_kernel_is_left_to_the_caller() -> None:
+    given = (tensor(70, 32, seed=3), tensor(32, seed=5), *weights(32, 48))
+    x, gain, gate, up, down = (t.float() for t in given)
+    assert residual_mlp(x[..., :30], gain[:30], 1e-6, gate[:, :30], up[:, :30], down[:30]) is None
+    assert residual_mlp(x, gain[:1], 1e-6, gate, up, down) is None
+    assert residual_mlp(x, gain.double(), 1e-6, gate, up, down) is None
+    assert residual_mlp(x[:9], gain, 1e-6, gate, up, down) is None  # few rows
+    wide = (tensor(70, 512), tensor(512), *weights(512, 1024))
+    assert residual_mlp(wide[0], wide[1], 1e-6, *wide[2:]) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -5,6 +5,8 @@
     decode_attention      attention.py      decode_attention_reference
     swiglu                mlp.py            swiglu_reference
     gated_mlp             mlp.py            gated_mlp_reference
+    residual_mlp          mlp.py            x + gated_mlp_reference(rms_norm_reference(x))
+    residual_attention    attention_sub_layer.py  residual_attention_reference
     linear_cross_entropy  cross_entropy.py  linear_cross_entropy_reference
     linear                linear.py         F.linear
     weight_gradient       linear.py         dyᵀ·x
@@ -21,6 +23,10 @@ from minillama.model.kernels.attention import (
     decode_attention,
     decode_attention_reference,
 )
+from minillama.model.kernels.attention_sub_layer import (
+    residual_attention,
+    residual_attention_reference,
+)
 from minillama.model.kernels.cross_entropy import (
     IGNORED,
     LossOptions,
@@ -30,7 +36,13 @@ from minillama.model.kernels.cross_entropy import (
 )
 from minillama.model.kernels.decoder import FusedDecoder, Layer
 from minillama.model.kernels.linear import linear, weight_gradient
-from minillama.model.kernels.mlp import gated_mlp, gated_mlp_reference, swiglu, swiglu_reference
+from minillama.model.kernels.mlp import (
+    gated_mlp,
+    gated_mlp_reference,
+    residual_mlp,
+    swiglu,
+    swiglu_reference,
+)
 from minillama.model.kernels.rms_norm import rms_norm, rms_norm_reference
 
 __all__ = [
@@ -49,6 +61,9 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "logits_cross_entropy",
+    "residual_attention",
+    "residual_attention_reference",
+    "residual_mlp",
     "rms_norm",
     "rms_norm_reference",
     "swiglu",

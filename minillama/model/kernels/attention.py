@@ -10,6 +10,7 @@ the cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -83,20 +84,20 @@ def causal_attention(qkv_BTSK: Tensor, rotation: Rotation, n_heads: int, n_kv_he
         ValueError: the sizes differ.
     """
     cos, sin = rotation
-    fits = _fits(qkv_BTSK, rotation, n_heads, n_kv_heads)
+    is_right = fits(qkv_BTSK.shape, rotation, n_heads, n_kv_heads)
     needed = "qkv (B, T, H + 2G, K), G dividing H, and cos and sin (T, K / 2)"
-    check_shape(fits, needed, qkv_BTSK, cos, sin)
+    check_shape(is_right, needed, qkv_BTSK, cos, sin)
     if c := c_library(qkv_BTSK, cos, sin):
         y_BTHK: Tensor = _CAUSAL(c, (qkv_BTSK, cos, sin), n_heads, n_kv_heads)
         return y_BTHK
     return causal_attention_reference(qkv_BTSK, rotation, n_heads, n_kv_heads)
 
 
-def _fits(qkv: Tensor, rotation: Rotation, n_heads: int, n_kv_heads: int) -> bool:
-    """Return whether the sizes match, which the kernel does not check."""
-    if qkv.ndim != 4 or n_heads % n_kv_heads:
+def fits(shape: Sequence[int], rotation: Rotation, n_heads: int, n_kv_heads: int) -> bool:
+    """Return whether q, k and v of this shape match the rest, which the kernel does not check."""
+    if len(shape) != 4 or n_heads % n_kv_heads:
         return False
-    _, length, n_stored, dim = qkv.shape
+    _, length, n_stored, dim = shape
     rotated = (length, dim // 2)
     return (
         n_stored == n_heads + 2 * n_kv_heads
@@ -127,7 +128,7 @@ def _check(status: int) -> None:
         raise MemoryError("no memory for attention; lower train.micro_batch_size or data.seq_len")
 
 
-def _forward(
+def forward(
     c: Any,
     needed: tuple[bool, ...],
     qkv: Tensor,
@@ -136,7 +137,7 @@ def _forward(
     n_heads: int,
     n_kv_heads: int,
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """Return y (B, T, H, K); keep it and the log of each row's sum, (B, H, T)."""
+    """Return y (B, T, H, K) by the C kernel; keep it and the log of each row's sum, (B, H, T)."""
     batch, length, _, dim = qkv.shape
     y = qkv.new_empty(batch, length, n_heads, dim)
     log_sum = qkv.new_empty(batch, n_heads, length) if needed else None
@@ -145,7 +146,7 @@ def _forward(
     return y, (y, log_sum)
 
 
-def _backward(
+def backward(
     c: Any,
     needed: tuple[bool, ...],
     dy: Tensor,
@@ -154,6 +155,7 @@ def _backward(
     n_heads: int,
     n_kv_heads: int,
 ) -> tuple[Tensor, None, None]:
+    """Return the gradients of q, k and v, joined, and none of the rotation's."""
     (qkv, cos, sin), (y, log_sum) = tensors, kept
     dqkv = torch.empty_like(qkv)
     sizes = _sizes(qkv, n_heads, n_kv_heads)
@@ -164,7 +166,7 @@ def _backward(
     return dqkv, None, None
 
 
-_CAUSAL = Kernel(_plain, _forward, _backward)
+_CAUSAL = Kernel(_plain, forward, backward)
 
 
 # ------------------------------------------------------------------------------- one new position

@@ -12,5 +12,6 @@ int vector_bytes(void) { return VECTOR_BYTES; }
 #include "linear.c"
 #include "matmul.c"
 #include "mlp.c"
+#include "normed_linear.c"
 #include "swiglu.c"
 #endif

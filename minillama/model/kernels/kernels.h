@@ -55,26 +55,41 @@ int matmul_pays(void);
 /* The size of matmul's scratch, in numbers. */
 long matmul_scratch(long terms, long columns, int b_is_transposed);
 
-/* a (rows, terms), b (terms, columns) to c (rows, columns); with `add`, added to what it holds.  A
- * transposed matrix is stored as (terms, rows) or (columns, terms). */
-void matmul(const wide *a, const wide *b, wide *c, wide *scratch, long rows, long terms, long columns,
-            int a_is_transposed, int b_is_transposed, int add, int threads);
+/* a (rows, terms), b (terms, columns) to c (rows, columns), added to `addend`, which may be c, unless that
+ * is NULL.  A transposed matrix is stored as (terms, rows) or (columns, terms). */
+void matmul(const wide *a, const wide *b, const wide *addend, wide *c, wide *scratch, long rows, long terms,
+            long columns, int a_is_transposed, int b_is_transposed, int threads);
 
 /* Whether the MLP's kernel supports these sizes; with few registers BLAS or oneDNN is faster. */
 int mlp_fits(long dim, long inner);
 
 /* The size of the MLP's scratch, in numbers. */
 long mlp_forward_scratch(long dim, long inner, int threads);
-long mlp_backward_scratch(long rows, long dim, long inner, int threads);
+long mlp_backward_scratch(long rows, long dim, long inner, int normed, int threads);
 
-/* gate, up (inner, dim) and down (dim, inner); gu (rows, 2 inner) may be NULL. */
-void mlp_forward(const wide *x, const wide *gate, const wide *up, const wide *down, wide *y, wide *gu,
-                 wide *scratch, long rows, long dim, long inner, int threads);
+/* gate, up (inner, dim) and down (dim, inner); gu (rows, 2 inner) and r (rows) may be NULL.  With a
+ * gain (dim), x is normalized before and added after, else gain is NULL. */
+void mlp_forward(const wide *x, const wide *gain, const wide *gate, const wide *up, const wide *down,
+                 wide *y, wide *gu, wide *r, wide *scratch, long rows, long dim, long inner, double eps,
+                 int threads);
 
-/* dx and the gradients of the weights may be NULL; they need not be zeros before. */
-void mlp_backward(const wide *dy, const wide *x, const wide *gate, const wide *up, const wide *down,
-                  const wide *gu, wide *dx, wide *dgate, wide *dup, wide *ddown, wide *scratch,
-                  long rows, long dim, long inner, int threads);
+/* The gradients of the weights may be NULL, and dx if gain is; they need not be zeros before. */
+void mlp_backward(const wide *dy, const wide *x, const wide *gain, const wide *gate, const wide *up,
+                  const wide *down, const wide *gu, const wide *r, wide *dx, wide *dgain, wide *dgate,
+                  wide *dup, wide *ddown, wide *scratch, long rows, long dim, long inner, int threads);
+
+/* Whether the next kernel supports this size; with few registers BLAS or oneDNN is faster. */
+int normed_linear_fits(long dim);
+long normed_linear_scratch(long rows, long dim, long out, int backward, int threads);
+
+/* y = RMSNorm(x) w' for x (rows, dim) and w (out, dim); r (rows) may be NULL. */
+void normed_linear_forward(const wide *x, const wide *gain, const wide *w, wide *y, wide *r, wide *scratch,
+                           long rows, long dim, long out, double eps, int threads);
+
+/* dx is the gradient of x plus d (rows, dim).  dw may be NULL. */
+void normed_linear_backward(const wide *dy, const wide *d, const wide *x, const wide *gain, const wide *w,
+                            const wide *r, wide *dx, wide *dgain, wide *dw, wide *scratch, long rows,
+                            long dim, long out, int threads);
 
 typedef struct {
     const wide *attention_gain, *q, *k, *v, *o, *mlp_gain, *gate, *up, *down;

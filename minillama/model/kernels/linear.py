@@ -130,7 +130,7 @@ def product(x: Tensor, weight_OI: Tensor) -> Tensor:
         n_columns, n_terms = weight_OI.shape
         y = x.new_empty(*x.shape[:-1], n_columns)
         n_rows = x.numel() // n_terms
-        return _matmul(c, x.contiguous(), weight_OI, y, n_rows, n_terms, b=is_transposed)
+        return matmul(c, x.contiguous(), weight_OI, y, n_rows, n_terms, b=is_transposed)
     if _onednn_linear is None:
         return F.linear(x, weight_OI)
     by_onednn: Tensor = _onednn_linear(x, weight_OI, None, "none", [], "")
@@ -154,7 +154,7 @@ def weight_gradient(dy_NO: Tensor, x_NI: Tensor, into_OI: Tensor | None = None) 
         (n_terms, n_rows), n_columns = dy_NO.shape, x_NI.shape[1]
         y = x_NI.new_empty(n_rows, n_columns) if into_OI is None else into_OI
         dy_NO, x_NI = dy_NO.contiguous(), x_NI.contiguous()
-        return _matmul(c, dy_NO, x_NI, y, n_rows, n_terms, a=True, add=into_OI is not None)
+        return matmul(c, dy_NO, x_NI, y, n_rows, n_terms, a=True, addend=into_OI)
     if into_OI is None:
         return dy_NO.t() @ x_NI
     if into_OI.dtype is dy_NO.dtype:
@@ -162,7 +162,7 @@ def weight_gradient(dy_NO: Tensor, x_NI: Tensor, into_OI: Tensor | None = None) 
     return into_OI.add_(dy_NO.t() @ x_NI)
 
 
-def _matmul(
+def matmul(
     c: Any,
     left: Tensor,
     right: Tensor,
@@ -172,13 +172,17 @@ def _matmul(
     *,
     a: bool = False,
     b: bool = False,
-    add: bool = False,
+    addend: Tensor | None = None,
 ) -> Tensor:
-    """Write left·right to ``y``, (..., columns); ``a``, ``b``: left, right are transposed."""
+    """Write left·right, plus ``addend``, to ``y``, (..., columns), and return it.
+
+    ``a``, ``b``: left, right are transposed.  All are contiguous; ``addend`` may be ``y``.
+    """
     n_columns = y.shape[-1]
     c.matmul(
         a=left,
         b=right,
+        addend=addend,
         c=y,
         scratch=y.new_empty(c.matmul_scratch(terms=n_terms, columns=n_columns, b_is_transposed=b)),
         rows=n_rows,
@@ -186,7 +190,6 @@ def _matmul(
         columns=n_columns,
         a_is_transposed=a,
         b_is_transposed=b,
-        add=add,
         threads=threads_for(left.numel() if a else y.numel()),
     )
     return y

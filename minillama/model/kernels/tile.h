@@ -136,4 +136,21 @@ static void pack_panels(const wide *b, wide *y, long terms, long columns, int is
     }
 }
 
+/* c = a b, or c + a b, for b in panels */
+static void times(const wide *a, long a_stride, const wide *b, wide *c, long c_stride, long rows,
+                  long terms, long columns, int add) {
+    const product_t p = {.a = a, .b = b, .c = c, .rows = rows, .terms = terms, .columns = columns,
+                         .a_stride = a_stride, .b_stride = PANEL, .panel_terms = terms,
+                         .c_stride = c_stride, .add = add};
+    multiply(&p);
+}
+
+/* Rows are split into units of `unit_rows`. */
+static long units_of(long rows, long unit_rows) { return (rows + unit_rows - 1) / unit_rows; }
+
+static long rows_left(long rows, long unit_rows, long unit) {
+    const long left = rows - unit * unit_rows;
+    return left < unit_rows ? left : unit_rows;
+}
+
 #endif
