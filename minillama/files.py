@@ -152,9 +152,7 @@ def _temporary_path(path: Path) -> Path:
 
 
 @contextmanager
-def lock(
-    path: Path, *, busy: str, timeout: float | None = None
-) -> Iterator[Callable[[], bool]]:
+def lock(path: Path, *, busy: str, timeout: float | None = None) -> Iterator[Callable[[], bool]]:
     """Hold the lock file ``path`` while the body runs; only one process can.
 
     Yields a function that returns whether the file is still at ``path``.  If its folder is removed,
