@@ -455,9 +455,10 @@ COMMANDS = {
                 "what",
                 nargs="?",
                 default="norms",
-                choices=("norms", "step", "memory", "decode", "ablation"),
+                choices=("norms", "step", "memory", "decode", "ablation", "gpu"),
                 help="norms: RMSNorm; step: a training step; memory: its peak; "
-                "decode: generation; ablation: cells on one and two workers",
+                "decode: generation; ablation: cells on one and two workers; gpu: all that only a "
+                "GPU can show",
             ),
             _argument("--threads", type=int, help="default: 1, then all cores"),
             _argument("--json", metavar="FILE", help="write the figures to a file as well"),
