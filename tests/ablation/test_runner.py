@@ -461,7 +461,7 @@ def test_a_folder_moved_under_a_running_grid_is_not_made_again(ablation: Any) ->
 
     thread = threading.Thread(target=remove)
     thread.start()
-    with pytest.raises(RunFolderError, match="was removed, moved or replaced .* restore it"):
+    with pytest.raises(RunFolderError, match=r"was removed, moved or replaced .* restore it"):
         run(config, progress=False)
     thread.join()
     assert not folder.exists()
