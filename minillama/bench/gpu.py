@@ -23,9 +23,9 @@ from torch.utils.benchmark import Timer
 
 from minillama.bench import ablation
 from minillama.bench.peers import hf_llama, hf_step
-from minillama.bench.step import Shape, our_step
+from minillama.bench.shapes import Shape, training_step
 from minillama.bench.timing import load_average, machine, table
-from minillama.config import ModelConfig, NormConfig, RunConfig
+from minillama.config import NormConfig, RunConfig
 from minillama.config.norms import NORM_KINDS
 from minillama.config.run import DataConfig, TokenizerConfig, to_yaml
 from minillama.launch import module_command
@@ -224,13 +224,7 @@ def _seconds(call: Callable[[], object], seconds: float) -> float:
 def _training_step(device: torch.device, sizes: Sizes) -> Iterator[Figure]:
     """Time our training step and that of transformers' Llama, eager and compiled."""
     shape = sizes.step
-    model = ModelConfig(
-        vocab_size=shape.vocab_size,
-        dim=shape.dim,
-        n_layers=shape.n_layers,
-        n_heads=shape.n_heads,
-        max_seq_len=shape.length,
-    )
+    model = shape.config()
     config = RunConfig(
         model=model,
         tokenizer=TokenizerConfig(kind="none", vocab_size=shape.vocab_size),
@@ -239,13 +233,13 @@ def _training_step(device: torch.device, sizes: Sizes) -> Iterator[Figure]:
     flops = count_flops(config)
     per_token = flops.forward + flops.backward
     peak = _peak(device, sizes.dtype)
-    tokens = torch.randint(shape.vocab_size, (shape.batch, shape.length + 1), device=device)
+    tokens = shape.tokens().to(device)
 
     def our(compiled: bool) -> Callable[[], object]:
         ours = Transformer(model).to(device)
         if compiled:
             ours.loss_sums = torch.compile(ours.loss_sums)  # type: ignore[method-assign]
-        return our_step(ours, tokens[:, :-1], tokens[:, 1:])
+        return training_step(ours, tokens)
 
     def their(compiled: bool) -> Callable[[], object]:
         theirs = hf_llama(model)
