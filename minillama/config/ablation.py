@@ -15,7 +15,6 @@ from minillama.config.fields import (
     PathText,
     Positive,
     PositiveFloat,
-    Seed,
     expand_home,
 )
 from minillama.config.loading import (
@@ -102,7 +101,7 @@ class AblationConfig(Section):
     )
     baseline: str = Field(description="the arm that the others are compared with")
     lr: Annotated[list[PositiveFloat], Field(min_length=1)]
-    seeds: list[Seed] = Field([0], min_length=1)
+    seeds: list[NonNegative] = Field([0], min_length=1)
     margin: PositiveFloat = Field(
         0.02, description="nats within which two losses count as the same (equivalence test)"
     )

@@ -68,6 +68,10 @@ def derived(
     )
 
 
+LARGEST = 2**63 - 1
+"""Of the whole numbers that torch, numpy and sizes of files can hold."""
+
+
 def _reject_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("must be a number")
@@ -411,6 +415,8 @@ def _rule(model: type[BaseModel], error: ErrorDetails, path: str, siblings: list
         return str(context["error"])
     if kind == "string_pattern_mismatch":
         return f"does not match {context['pattern']}"
+    if kind == "int_parsing_size" or context.get("le") == LARGEST:
+        return f"must be at most {LARGEST:,}"  # pydantic's own message rounds it
     message = error["msg"].removeprefix("Input ").removeprefix("Value ")
     return message[0].lower() + message[1:]
 
