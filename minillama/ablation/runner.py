@@ -35,6 +35,7 @@ from minillama.errors import (
     ConfigError,
     InterruptedRunError,
     MinillamaError,
+    RunFolderError,
 )
 from minillama.files import explain_write_errors, lock, write_atomic
 from minillama.formatting import format_duration
@@ -95,7 +96,8 @@ def run(
         ConfigError: an arm is wrong or needs more memory than there is, or the folder holds cells
             of another config.
         DataError, TokenizerError: the text cannot be used.
-        RunFolderError: the folder cannot be written, or another ablation is writing into it.
+        RunFolderError: the folder cannot be written, another ablation is writing into it, or it was
+            removed.
         InterruptedRunError: Ctrl-C or SIGTERM; the running cells were saved first.
         CellsCrashedError: every cell crashed; see :func:`check_crashes` for some of them.
     """
@@ -106,7 +108,7 @@ def run(
         if is_builtin(cell.config.model.norm.kind):
             refuse_what_cannot_fit(cell.config, pick_device(cell.config.train.device))
     folder = Path(config.out_dir)
-    with _lock_folder(folder):
+    with _lock_folder(folder) as is_in_place:
         _refuse_changed(grid)
         _prepare_data(grid)
         with explain_write_errors(folder):
@@ -120,6 +122,9 @@ def run(
         if progress:
             _log.info("`minillama report %s` shows what has ended so far, at any time", folder)
         workers, threads = _share_cores(config, grid)
+        with explain_write_errors(folder):
+            for cell in todo:  # not made by the workers, who would make a removed folder again
+                cell.folder.parent.mkdir(parents=True, exist_ok=True)
         session = RunningSession(folder, workers, threads, time.perf_counter() - started)
         with (
             session,
@@ -128,6 +133,13 @@ def run(
             make_pool(todo, workers, threads) as pool,
         ):
             for event in _events(pool, stop, display):
+                if not is_in_place():
+                    raise RunFolderError(
+                        f"{folder} was removed, moved or replaced while this ablation was running "
+                        "in it; restore it, and the same command continues"
+                    )
+                if event is None:
+                    continue
                 if isinstance(event, Cell):
                     display.started(event)
                 else:
@@ -248,7 +260,7 @@ def _with_base(config: AblationConfig) -> AblationConfig:
 
 
 @contextmanager
-def _lock_folder(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[Callable[[], bool]]:
     busy = (
         f"{folder}: another ablation is running in this folder; wait for it, "
         "or choose another out_dir"
@@ -256,8 +268,8 @@ def _lock_folder(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         with explain_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock(folder / ".lock", busy=busy, timeout=0))
-        yield
+            is_in_place = stack.enter_context(lock(folder / ".lock", busy=busy, timeout=0))
+        yield is_in_place
 
 
 def _refuse_changed(grid: Sequence[Cell]) -> None:
@@ -325,8 +337,11 @@ def _share_cores(config: AblationConfig, grid: Sequence[Cell]) -> tuple[int, int
     return workers, config.runner.threads or max(1, cores // workers)
 
 
-def _events(pool: CellPool, stop: StopSignal, display: Display) -> Iterator[Cell | Ended]:
-    """Yield the pool's events until it is done; stop it after a stop signal."""
+def _events(pool: CellPool, stop: StopSignal, display: Display) -> Iterator[Cell | Ended | None]:
+    """Yield the pool's events until it is done, None where there is none for a while.
+
+    A stop signal stops the pool.
+    """
     stopping = False
     while True:
         busy = pool.busy  # checked before the queue, so that no event is missed
@@ -335,6 +350,7 @@ def _events(pool: CellPool, stop: StopSignal, display: Display) -> Iterator[Cell
             continue
         except queue.Empty:
             display.poll()
+            yield None
         if not busy:
             return
         if stop.requested and not stopping:
