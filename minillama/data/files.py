@@ -174,6 +174,22 @@ def is_compressed(path: Path) -> bool:
     return path.suffix in _OPEN_COMPRESSED
 
 
+def compression_ratio(path: Path) -> float:
+    """Return how many bytes of text the beginning of ``path`` holds for each byte on the disk.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if not is_compressed(path):
+        return 1.0
+    try:
+        with path.open("rb") as packed:
+            n_bytes = len(_OPEN_COMPRESSED[path.suffix](packed, "rb").read(8 * _PIECE_BYTES))
+            return n_bytes / max(1, packed.tell())
+    except _UNREADABLE as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+
+
 class TextFiles:
     """Text files as a stream of pieces, each file one document.
 
