@@ -7,6 +7,7 @@ This module knows the fields of no config.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -455,6 +456,18 @@ def _innermost(raw: Any, path: str) -> str:
     return ".".join(present)
 
 
+def _not_unicode(raw: Mapping[str, Any]) -> list[FieldError]:
+    """Return the errors of texts that hold bytes which Python could not decode."""
+    errors = []
+    for path, value in flatten(raw).items():
+        try:
+            json.dumps([str(path), value], ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            rule = "holds bytes that are not UTF-8; rename it, or set LC_ALL=C.UTF-8"
+            errors.append(FieldError(path, value, rule))
+    return errors
+
+
 SectionT = TypeVar("SectionT", bound=Section)
 
 
@@ -467,9 +480,11 @@ def check(model: type[SectionT], raw: Mapping[str, Any], where: str) -> SectionT
     Raises:
         ConfigError: with every error; ``where`` names the file in its message.
     """
-    errors: list[FieldError] = []
     rest: dict[str, Any] = json_copy(raw)
-    dropped: set[str] = set()
+    errors = _not_unicode(rest)
+    dropped = {error.path for error in errors}
+    for path in dropped:
+        delete_path(rest, path)
 
     def is_present(path: str) -> bool:
         return bool(path) and _innermost(rest, path) == path
