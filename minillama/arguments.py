@@ -27,7 +27,7 @@ def whole_number(name: str, value: Any, least: float = -math.inf, rule: str = ""
     """Return ``value`` as an int; numpy's and torch's integers count as whole numbers.
 
     Raises:
-        ConfigError: it is none, or is below ``least``, which ``rule`` words.
+        ConfigError: it is not one, or is below ``least``; ``rule`` is the message.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ConfigError(f"{name} = {value!r}: must be a whole number")
@@ -44,8 +44,8 @@ def finite_number(name: str, value: Any, rule: str, *, positive: bool = False) -
     """Return ``value`` as a float.
 
     Raises:
-        ConfigError: it is no finite number of at least 0 (above 0, if ``positive``), which ``rule``
-            words.
+        ConfigError: it is not a finite number of at least 0 (above 0, if ``positive``); ``rule`` is
+            the message.
     """
     number = math.nan
     if not isinstance(value, bool | str):

@@ -201,6 +201,12 @@ def _completion(options: Namespace) -> str:
     return completion_script(_parser(), options.shell)
 
 
+def _doctor(options: Namespace) -> Iterable[str]:
+    from minillama.commands.doctor import diagnose
+
+    return diagnose(as_json=options.json)
+
+
 def _norms(options: Namespace) -> str:
     from minillama.commands.models import explain_norms
 
@@ -427,6 +433,12 @@ COMMANDS = {
         "minillama config schema > minillama.schema.json",
         _config_schema,
     ),
+    "doctor": Command(
+        "check this installation, and print what to send with a bug report",
+        "minillama doctor",
+        _doctor,
+        (AS_JSON,),
+    ),
     "completion": Command(
         "print the script that completes commands, configs and run folders in a shell",
         "minillama completion bash > ~/.local/share/bash-completion/completions/minillama\n"
@@ -443,9 +455,10 @@ COMMANDS = {
                 "what",
                 nargs="?",
                 default="norms",
-                choices=("norms", "step", "memory", "decode", "ablation"),
+                choices=("norms", "step", "memory", "decode", "ablation", "gpu"),
                 help="norms: RMSNorm; step: a training step; memory: its peak; "
-                "decode: generation; ablation: cells on one and two workers",
+                "decode: generation; ablation: cells on one and two workers; gpu: all that only a "
+                "GPU can show",
             ),
             _argument("--threads", type=int, help="default: 1, then all cores"),
             _argument("--json", metavar="FILE", help="write the figures to a file as well"),
@@ -454,13 +467,29 @@ COMMANDS = {
 }
 
 
+class _Version(argparse.Action):
+    """Print the version at once, and then what needs torch to be imported."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        print(f"minillama {__version__}", flush=True)
+        from minillama.commands.version import describe_machine
+
+        print(describe_machine())
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="minillama",
         description="Train a small Llama, change its norm by one line, see whether it helps.",
         epilog=EPILOG,
     )
-    parser.add_argument("--version", action="version", version=f"minillama {__version__}")
+    parser.add_argument(
+        "--version",
+        action=_Version,
+        nargs=0,
+        help="show the versions of minillama and torch, the processor and the kernels' state",
+    )
     top = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     groups = {"": top}
     for name, command in COMMANDS.items():

@@ -49,8 +49,8 @@ def evaluate(
 
     Raises:
         DataError: fewer than two tokens, or ids that the model does not know.
-        ConfigError: ``seq_len`` is longer than the model's context, or a size is no positive whole
-            number.
+        ConfigError: ``seq_len`` is longer than the model's context, or a size is not a positive
+            whole number.
         TypeError: ``model`` is not a model.
     """
     if not isinstance(getattr(model, "config", None), ModelConfig):

@@ -19,7 +19,7 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
 
 
 def unknown_name(what: str, name: str, valid: Iterable[str]) -> str:
-    """Word the complaint about an unknown ``name``: the nearest valid one, then all of them."""
+    """Return the message about an unknown ``name``: the nearest valid one, then all of them."""
     valid = sorted(valid)
     guess = nearest(name, valid)
     hint = f"did you mean {guess!r}? " if guess else ""

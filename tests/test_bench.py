@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minillama import bench
-from minillama.bench import ablation, norms, timing
+from minillama.bench import ablation, norm_steps, norms, shapes, timing
 from minillama.config import ModelConfig
 from minillama.errors import ConfigError, RunFolderError
 from minillama.model.transformer import Transformer
@@ -18,14 +18,15 @@ from minillama.model.transformer import Transformer
 
 def test_norms_have_a_row_for_each_setting_and_say_what_was_compared() -> None:
     before = torch.get_num_threads()
-    result = norms.bench(threads=(1, 2), shapes=((8, 4), (8, 16)), rounds=3, seconds=0)
+    result = norms.bench((1, 2), shapes=((8, 4), (8, 16)), rounds=3, seconds=0, steps=())
     assert torch.get_num_threads() == before
-    settings = [(r["threads"], r["rows"], r["dim"], r["direction"]) for r in result["rows"]]
+    settings = [(r["threads"], r["dim"], r["direction"], r["cache"]) for r in result["rows"]]
     assert settings == [
-        (threads, 8, dim, direction)
+        (threads, dim, direction, cache)
         for threads in (1, 2)
         for dim in (4, 16)
         for direction in ("forward", "forward+backward")
+        for cache in ("cold", "warm")
     ]
     for row in result["rows"]:
         assert row["rounds"] == 3
@@ -38,9 +39,20 @@ def test_norms_have_a_row_for_each_setting_and_say_what_was_compared() -> None:
     assert json.loads(json.dumps(result)) == result
 
 
+def test_the_limit_is_the_time_to_copy_what_must_move() -> None:
+    times = {"minillama": [6.0, 10.0, 8.0], "copy": [2.0, 2.0, 1.0], "layer_norm": [8.0, 8.0, 8.0]}
+    both = norms._norm_row(1, 8, 4, "forward+backward", "cold", times)
+    assert (
+        both["over_limit"]["median"] == 2.0
+    )  # five tensors move, a copy moves two: 6/5 10/5 8/2.5
+    assert both["ratio"]["layer_norm"]["median"] == 1.0
+    forward = norms._norm_row(1, 8, 4, "forward", "cold", times)
+    assert forward["over_limit"]["median"] == 5.0
+
+
 def test_means_are_geometric_over_the_shapes() -> None:
     rows = [
-        {"threads": 1, "direction": "forward", "ratio": {"a": {"median": ratio}}}
+        {"threads": 1, "direction": "forward", "cache": "cold", "ratio": {"a": {"median": ratio}}}
         for ratio in (0.5, 0.8)
     ]
     (mean,) = norms._means(rows)
@@ -60,6 +72,40 @@ def test_contenders_take_turns_in_changing_order() -> None:
     assert {name: len(t) for name, t in times.items()} == {"a": 8, "b": 8, "c": 8}
 
 
+def test_an_untimed_call_comes_before_each_sample() -> None:
+    called: list[str] = []
+    contenders = {name: lambda name=name: called.append(name) for name in "ab"}
+    timing.alternate(contenders, rounds=3, calls=2, untimed=lambda: called.append("."))
+    samples = "".join(called).split(".")[1:]
+    assert sorted(samples) == ["aa"] * 3 + ["bb"] * 3
+
+
+def test_steps_with_each_norm_are_compared_in_time_and_memory() -> None:
+    shape = shapes.Shape(dim=32, n_layers=1, vocab_size=20, batch=2, length=8)
+    (row,) = norm_steps.bench_steps((1,), (shape,), rounds=3)
+    assert row["rounds"] == 3
+    assert set(row["ratio"]) == set(norm_steps.NORMS) - {"rmsnorm"}
+    for name, share in row["share"].items():
+        assert share["low"] <= share["median"] <= share["high"] < 1, name
+    assert row["ratio"]["none"]["median"] == pytest.approx(
+        1 / (1 - row["share"]["rmsnorm"]["median"])
+    )
+    assert 0 < row["peak_mib"]["none"] < row["peak_mib"]["layernorm"]
+
+
+def test_the_peak_is_that_of_the_tensors_alive_at_once() -> None:
+    layer = torch.nn.Linear(4, 4, bias=False)
+
+    def step() -> None:
+        first = torch.empty(1000)
+        second = torch.empty(500)
+        del first
+        third = torch.empty(400)
+        del second, third
+
+    assert 1500 * 4 <= norm_steps.peak_bytes(layer, step) < 1900 * 4
+
+
 def test_rounds_go_on_until_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
@@ -75,13 +121,15 @@ def test_rounds_go_on_until_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> N
 def test_run_prints_a_table_and_writes_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = norms.bench(threads=(1,), shapes=((8, 4),), rounds=2, seconds=0)
+    step = shapes.Shape(dim=16, n_layers=1, vocab_size=20, batch=2, length=8)
+    tiny = norms.bench(threads=(1,), shapes=((8, 4),), rounds=2, seconds=0, steps=(step,))
     monkeypatch.setattr(norms, "bench", lambda threads: tiny | {"asked": threads})
     table = bench.run("norms", str(tmp_path / "norms.json"), 1)
     written = json.loads((tmp_path / "norms.json").read_text())
     assert written == tiny | {"asked": [1]}
     assert "8×4" in table
     assert "geometric mean" in table
+    assert "share of rmsnorm" in table
     with pytest.raises(RunFolderError, match="cannot be written"):
         bench.run("norms", str(tmp_path / "no" / "norms.json"))
 
@@ -90,7 +138,7 @@ def test_run_prints_a_table_and_writes_json(
 def test_the_step_is_compared_with_peers_of_the_same_shape() -> None:
     from minillama.bench import peers, step
 
-    shape = step.Shape(dim=64, n_layers=2, vocab_size=40, batch=2, length=16, n_heads=2)
+    shape = shapes.Shape(dim=64, n_layers=2, vocab_size=40, batch=2, length=16, n_heads=2)
     config = ModelConfig(dim=64, n_layers=2, vocab_size=40, max_seq_len=16, n_heads=2)
     count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
     ours = count(Transformer(config))

@@ -14,7 +14,7 @@ from minillama.ablation.analysis import ArmResult, Interval, with_baselines
 from minillama.ablation.statistics import holm, mcnemar_test, rate_difference_interval
 
 FAILED = ("diverged", "collapsed")
-"""The fates of a run that failed; a crashed one is no result."""
+"""The fates of a run that failed; a crashed run has no result."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from minillama.errors import ConfigError, RunFolderError, missing_extra
+from minillama.errors import ConfigError, MinillamaError, RunFolderError, missing_extra
 
-BENCHMARKS = ("norms", "step", "memory", "decode", "ablation")
+BENCHMARKS = ("norms", "step", "memory", "decode", "ablation", "gpu")
 
 
 def run(what: str, out_json: str | None = None, threads: int | None = None) -> str:
@@ -27,6 +27,7 @@ def run(what: str, out_json: str | None = None, threads: int | None = None) -> s
         ConfigError: there is no such benchmark, the number of threads is not positive, or a peer is
             not installed.
         RunFolderError: ``out_json`` cannot be written.
+        MinillamaError: what the benchmark checks is wrong; the message is the table.
     """
     if what not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {what!r}; valid: {', '.join(BENCHMARKS)}")
@@ -45,6 +46,8 @@ def run(what: str, out_json: str | None = None, threads: int | None = None) -> s
                 f"{out_json} cannot be written: {error.strerror}; choose another --json file"
             ) from None
     table: str = module.show(result)
+    if result.get("passed") is False:
+        raise MinillamaError(f"a check failed\n{table}")
     return table
 
 
@@ -58,6 +61,8 @@ def _module(what: str) -> Any:
         from minillama.bench import memory as module  # type: ignore[no-redef]
     elif what == "decode":
         from minillama.bench import decode as module  # type: ignore[no-redef]
+    elif what == "gpu":
+        from minillama.bench import gpu as module  # type: ignore[no-redef]
     else:
         from minillama.bench import ablation as module  # type: ignore[no-redef]
     return module

@@ -22,9 +22,8 @@ import torch
 
 from minillama import launch
 from minillama.bench.peers import hf_llama, hf_step
-from minillama.bench.step import Shape, our_step
+from minillama.bench.shapes import Shape, training_step
 from minillama.bench.timing import load_average, machine, table, take_turns
-from minillama.config import ModelConfig
 from minillama.model.transformer import Transformer
 
 SHAPE = Shape(dim=256, n_layers=6, vocab_size=32000, batch=8, length=512)
@@ -92,21 +91,14 @@ def _in_its_own_process(contender: str, n_threads: int, shape: Shape) -> dict[st
 def _measure(contender: str, n_threads: int, shape: Shape) -> dict[str, float]:
     torch.set_num_threads(n_threads)
     before = _peak_mib()
-    config = ModelConfig(
-        vocab_size=shape.vocab_size,
-        dim=shape.dim,
-        n_layers=shape.n_layers,
-        n_heads=shape.n_heads,
-        max_seq_len=shape.length,
-    )
-    tokens = torch.randint(shape.vocab_size, (shape.batch, shape.length + 1))
+    config, tokens = shape.config(), shape.tokens()
     if contender == HF:
         theirs = hf_llama(config)
         step = hf_step(theirs, theirs, tokens)
     else:
         ours = Transformer(config)
         ours.recompute = contender == RECOMPUTED
-        step = our_step(ours, tokens[:, :-1], tokens[:, 1:])
+        step = training_step(ours, tokens)
     step()
     start = time.perf_counter()
     for _ in range(_STEPS - 1):

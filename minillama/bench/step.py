@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillama.bench.peers import hf_llama, hf_step, x_step, x_transformer
+from minillama.bench.shapes import SHAPES, Shape, training_step
 from minillama.bench.timing import (
     alternate,
     load_average,
@@ -27,37 +28,11 @@ from minillama.bench.timing import (
     table,
     torch_threads,
 )
-from minillama.config import ModelConfig
-from minillama.config.run import OptimConfig
 from minillama.model.kernels import linear, weight_gradient
 from minillama.model.transformer import Transformer
-from minillama.training.optim import build_optimizer, clip_gradients
 
 OURS, PRODUCTS = "minillama", "its products"
 EAGER, COMPILED, X_TRANSFORMERS = "HF eager", "HF compiled", "x-transformers"
-
-
-class Shape(NamedTuple):
-    """A model and a batch."""
-
-    dim: int
-    n_layers: int
-    vocab_size: int
-    batch: int
-    length: int
-    n_heads: int = 4
-
-    def __str__(self) -> str:
-        return (
-            f"d {self.dim}, {self.n_layers} layers ({self.vocab_size}, {self.batch}×{self.length})"
-        )
-
-
-SHAPES = (
-    Shape(64, 4, 512, 16, 128),
-    Shape(128, 4, 1024, 16, 128),
-    Shape(256, 6, 2048, 8, 256),
-)
 
 
 def bench(
@@ -129,20 +104,10 @@ def show(result: Mapping[str, Any]) -> str:
 
 
 def _contenders(shape: Shape, *, compiled: bool) -> dict[str, Callable[[], object]]:
-    ours = Transformer(
-        ModelConfig(
-            vocab_size=shape.vocab_size,
-            dim=shape.dim,
-            n_layers=shape.n_layers,
-            n_heads=shape.n_heads,
-            max_seq_len=shape.length,
-        )
-    )
+    ours, tokens = Transformer(shape.config()), shape.tokens()
     theirs = hf_llama(ours.config)
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(shape.vocab_size, (shape.batch, shape.length + 1), generator=draw)
     contenders = {
-        OURS: our_step(ours, tokens[:, :-1], tokens[:, 1:]),
+        OURS: training_step(ours, tokens),
         PRODUCTS: products(ours, shape),
         EAGER: hf_step(theirs, theirs, tokens),
         X_TRANSFORMERS: x_step(x_transformer(ours.config), tokens),
@@ -150,21 +115,6 @@ def _contenders(shape: Shape, *, compiled: bool) -> dict[str, Callable[[], objec
     if compiled:
         contenders[COMPILED] = hf_step(theirs, torch.compile(theirs), tokens)
     return contenders
-
-
-def our_step(model: Transformer, inputs: Tensor, targets: Tensor) -> Callable[[], object]:
-    """Return what makes one update, as the trainer does."""
-    optim = OptimConfig()
-    optimizer, parameters = build_optimizer(model, optim), list(model.parameters())
-    count = targets.numel()
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(model.loss_sums(inputs, targets).objective / count)
-        clip_gradients(parameters, optim.grad_clip)
-        optimizer.step()
-
-    return step
 
 
 def products(model: Transformer, shape: Shape) -> Callable[[], object]:

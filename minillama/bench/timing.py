@@ -1,9 +1,9 @@
 """Time contenders in alternation, and describe the machine.
 
 A round times every contender once, in a random order, so that other work on the machine slows all
-of them equally.  Each is called once untimed before that, since else it would pay for the memory
-that the previous one returned to the system.  A ratio is the median, over the rounds, of two
-times of the same round; its quartiles are kept beside it.  Times alone do not compare between
+of them equally.  By default each is called once untimed before that, since else it would pay for
+the memory that the previous one returned to the system.  A ratio is the median, over the rounds, of
+two times of the same round; its quartiles are kept beside it.  Times alone do not compare between
 machines.
 """
 
@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from minillama.formatting import text_table
+from minillama.launch import processor_name
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -56,14 +56,15 @@ def alternate(
     rounds: int,
     calls: int = 1,
     seconds: float = 0.0,
+    untimed: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
     """Return the seconds per call of each contender, one number a round (:func:`take_turns`).
 
-    ``calls`` are timed together, after one that is not timed.
+    ``calls`` are timed together.  Before them ``untimed`` is called; None: the contender itself.
     """
 
     def timed(call: Callable[[], object]) -> float:
-        call()
+        (untimed or call)()
         start = time.perf_counter()
         for _ in range(calls):
             call()
@@ -86,9 +87,10 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return {"median": median, "low": low, "high": high}
 
 
-def show_quartiles(values: Mapping[str, float]) -> str:
+def show_quartiles(values: Mapping[str, float], decimals: int = 2) -> str:
     """Return what :func:`quartiles` returned as text: ``median (low–high)``."""
-    return "{median:.2f} ({low:.2f}–{high:.2f})".format(**values)
+    median, low, high = (f"{values[key]:.{decimals}f}" for key in ("median", "low", "high"))
+    return f"{median} ({low}–{high})"
 
 
 @contextmanager
@@ -105,7 +107,7 @@ def torch_threads(number: int) -> Iterator[None]:
 def machine(load_before: float | None) -> dict[str, Any]:
     """Return what a reader must know of the machine, and how busy it was before and is now."""
     return {
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -113,16 +115,6 @@ def machine(load_before: float | None) -> dict[str, Any]:
         "load": load_before,
         "load_after": load_average(),
     }
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def load_average() -> float | None:

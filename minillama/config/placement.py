@@ -64,7 +64,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Condition:
-    """What the source of a placement trained it with, so that another setting is no test of it.
+    """What the source of a placement trained it with, so that another setting does not test it.
 
     Attributes:
         field: of a run's config, by its dotted name.

@@ -455,6 +455,13 @@ class RunConfig(Section):
                 "another kind"
             )
             errors.append(FieldError("optim.kind", "muon", rule, "train.parallel"))
+        if self.model.parametrization == "mup" and self.optim.kind not in ("adamw", "lion"):
+            rule = (
+                "has no rule for model.parametrization = mup here, whose learning rates are for "
+                "updates of a fixed size (adamw, lion); set one of these, or standard"
+            )
+            path = "model.parametrization"
+            errors.append(FieldError("optim.kind", self.optim.kind, rule, path))
         if self.optim.groups.head is not None and self.model.tie_embeddings and not self.init_from:
             rule = "the head is the embedding (model.tie_embeddings); set optim.groups.embed"
             errors.append(FieldError("optim.groups.head", "set", rule, "model.tie_embeddings"))

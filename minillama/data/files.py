@@ -61,7 +61,7 @@ _NOT_TEXT = {
     b"PAR1": "Parquet, for data.source.format=parquet",
     b"\xd0\xcf\x11\xe0": "an old Office document, whose text has to be saved as a .txt file",
 }
-"""How files begin that are no UTF-8, and what they are."""
+"""How files begin that are not UTF-8, and what they are."""
 _DOCUMENTS = {
     b"PK\x03\x04": "a zip archive, as .docx, .odt and .epub are too",
     b"%PDF-": "a PDF",

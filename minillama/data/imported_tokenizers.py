@@ -43,7 +43,7 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer.json, run by Hugging Face's ``tokenizers``; special tokens typed are text.
 
     Raises:
-        TokenizerError: the bytes are no such file, or the package is missing.
+        TokenizerError: the bytes are not such a file, or the package is missing.
     """
 
     kind = "json"
@@ -125,7 +125,7 @@ class NoTokenizer(Tokenizer):
         self.sha256 = hashlib.sha256(f"none of {vocab_size}".encode()).hexdigest()
 
     def encode_parts(self, text: str) -> Iterator[list[int]]:
-        """Refuse it."""
+        """Raise a TokenizerError."""
         self._refuse()
 
     def _decode(self, ids: list[int]) -> str:

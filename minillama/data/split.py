@@ -57,7 +57,7 @@ class Block(NamedTuple):
 
 
 def read_blocks(pieces: Pieces, place: Place, block_bytes: int = _BLOCK_BYTES) -> Iterator[Block]:
-    """Group pieces into blocks of at least ``block_bytes``, the last one aside.
+    """Group pieces into blocks of at least ``block_bytes``, except the last.
 
     Args:
         pieces: the rest of a part, from ``place`` on.

@@ -1,7 +1,7 @@
 """Text to ids and back: sentencepiece BPE trained on the data, or one id per UTF-8 byte.
 
 Both give back any text exactly: ``decode(encode(text)) == text``.  Special ids (unk 0, bos 1,
-eos 2) are no text: whatever a user types, ``"</s>"`` too, is encoded as plain text.
+eos 2) are not text: whatever a user types, ``"</s>"`` too, is encoded as plain text.
 
 The BPE model uses only settings that transformers' LlamaTokenizer and llama.cpp reproduce: no
 normalisation, no space put in front, byte fallback.  One text differs there: sentencepiece writes a
@@ -61,7 +61,7 @@ class ByteTokenizer(Tokenizer):
         )
 
     def save(self, path: Path) -> None:
-        """Write nothing: there is nothing to remember."""
+        """Write nothing: this tokenizer has no state."""
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -71,7 +71,7 @@ class SentencePieceTokenizer(Tokenizer):
     without byte fallback does not give back every text.
 
     Raises:
-        TokenizerError: the bytes are no model, or it lacks bos or eos.
+        TokenizerError: the bytes are not a model, or it lacks bos or eos.
     """
 
     kind = "bpe"

@@ -33,7 +33,7 @@ class Tokenizer(ABC):
         """Return the ids of ``text``, between bos and eos if asked for.
 
         Raises:
-            TokenizerError: ``text`` is no string, or it has a lone surrogate.
+            TokenizerError: ``text`` is not a string, or it has a lone surrogate.
         """
         ids = [self.bos_id] if bos else []
         for part in self.encode_parts(text):
@@ -48,7 +48,7 @@ class Tokenizer(ABC):
         """Return the text of ``ids`` without special ones; invalid UTF-8 becomes U+FFFD.
 
         Raises:
-            TokenizerError: ``ids`` are no integers, or one is out of range.
+            TokenizerError: ``ids`` are not integers, or one is out of range.
         """
         try:
             numbers = None if isinstance(ids, str) else [operator.index(i) for i in ids]
@@ -76,7 +76,7 @@ def check_text(text: str) -> None:
     """Refuse what is not text.
 
     Raises:
-        TokenizerError: ``text`` is no string, or it has a lone surrogate.
+        TokenizerError: ``text`` is not a string, or it has a lone surrogate.
     """
     if not isinstance(text, str):
         raise TokenizerError(f"the text must be a string, not {type(text).__name__}: {text!r:.80}")
@@ -85,5 +85,5 @@ def check_text(text: str) -> None:
     except UnicodeEncodeError as error:
         raise TokenizerError(
             f"the text has a lone surrogate, {text[error.start]!a}, at character {error.start}; "
-            "that is no Unicode text: remove it, or read the text as UTF-8"
+            "that is not Unicode text: remove it, or read the text as UTF-8"
         ) from None

@@ -191,5 +191,5 @@ def _rows(info: TensorInfo) -> tuple[int, int]:
     block, block_bytes = gguf.GGML_QUANT_SIZES[TYPES[info.kind]]
     *outer, inner = info.shape
     if inner % block:
-        raise _FalseHeaderError(f"a row of {inner} is no whole number of blocks of {block}")
+        raise _FalseHeaderError(f"a row of {inner} is not a whole number of blocks of {block}")
     return math.prod(outer), inner // block * block_bytes

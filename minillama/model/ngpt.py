@@ -1,4 +1,4 @@
-"""The parts of the normalised transformer that are no norms (nGPT, Loshchilov 2024, 2410.01131).
+"""The parts of the normalised transformer that are not norms (nGPT, Loshchilov 2024, 2410.01131).
 
 All vectors of the model's width have length 1: rows of the embedding and of the head, rows of the
 matrices that read the residual stream, columns of those that write to it, and the stream itself.

@@ -363,7 +363,7 @@ def register_norm(name: str, *, formula: str = "", source: str = "") -> Callable
 
     Raises:
         ConfigError: the name is empty or taken, or what is decorated takes no number of features.
-        TypeError: a name, formula or source is no str, or what is decorated cannot be called.
+        TypeError: a name, formula or source is not a str, or what is decorated cannot be called.
     """
     for what, text in (("name", name), ("formula", formula), ("source", source)):
         check_type(what, text, str)

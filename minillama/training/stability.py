@@ -49,7 +49,7 @@ SPIKE_WINDOW = 128
 """A loss above mean + SPIKE_SIGMAS · σ of the last SPIKE_WINDOW finite losses is a spike."""
 
 MIN_SPIKE_HISTORY = 16
-"""Fewer losses than this are no basis to judge by.  (The report's ``spike_score`` waits for a full
+"""Fewer losses than this are too few to judge by.  (The report's ``spike_score`` waits for a full
 window, which a running count cannot.)"""
 
 

@@ -7,8 +7,9 @@ A step depends only on the config, its number, the weights and the optimizer's s
 
 Guaranteed: on one CPU, with the same version of torch and number of threads, the same config gives
 the same bits; so does a run that was interrupted or killed, however often, and resumed.  Probes,
-validation, logging, saving, TensorBoard and the progress bar change no bit.  There are no data
-workers whose number could matter: a batch is cut from a memory map by the number of its step alone.
+validation, logging, saving, TensorBoard and the progress bar do not change a bit of it.  There are
+no data workers whose number could matter: a batch is cut from a memory map by the number of its
+step alone.
 
 Not guaranteed, and tested only to rounding: the same bits with another number of threads, another
 micro-batch size, another CPU (our C kernels are built for the one they run on) or version of torch,

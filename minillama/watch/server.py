@@ -93,7 +93,7 @@ class WatchServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Do nothing: a reader that left is no error of ours."""
+        """Do nothing: a reader that left is not an error."""
 
     def find(self, name: str) -> Path | None:
         """Return the folder called ``name`` in the list; an empty name is the root itself."""

@@ -211,7 +211,7 @@ def _loss_and_gradient_(
     if with_gradient:
         logits_RV.sub_(log_z_R[:, None]).exp_()
         logits_RV.mul_((1 + 2 * z_loss * log_z_R)[:, None])
-        logits_RV.masked_fill_(~counted_R[:, None], 0)  # where it may be NaN, times 0 is no zero
+        logits_RV.masked_fill_(~counted_R[:, None], 0)  # where it may be NaN, times 0 is not zero
         logits_RV.scatter_add_(1, place_R1, -counted_R[:, None].to(logits_RV.dtype))
     return loss_R, log_z_R.where(counted_R, 0)
 

@@ -52,7 +52,7 @@ def rms_norm_reference(
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that statistics of ``dtype`` are computed in: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -102,9 +102,9 @@ def _wide_gain(x: Tensor, weight: Tensor | None, cast_first: bool) -> Tensor:
     wide = wide_dtype(x.dtype)
     if weight is None:
         return torch.ones(x.shape[-1], dtype=wide)
-    if weight.dtype is not wide or x.dtype is not wide:
-        weight = (weight.to(x.dtype) if cast_first else weight).to(wide)
-    return weight
+    if weight.dtype is x.dtype is wide:
+        return weight
+    return (weight.to(x.dtype) if cast_first else weight).to(wide)
 
 
 def _forward(
