@@ -22,6 +22,7 @@ from minillama.ablation.results import (
     read_sessions,
     table_row,
 )
+from minillama.errors import RunFolderError
 from minillama.files import explain_write_errors, write_atomic
 from minillama.progress import ProgressBar
 from minillama.training.metrics import last_line
@@ -103,8 +104,9 @@ class RunningSession:
         self.save()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.save()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RunFolderError):
+            self.save()
 
     def save(self) -> None:
         """Record the time up to now.

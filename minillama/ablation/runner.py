@@ -37,6 +37,7 @@ from minillama.errors import (
     ConfigError,
     InterruptedRunError,
     MinillamaError,
+    RunFolderError,
 )
 from minillama.files import explain_write_errors, lock, write_atomic
 from minillama.formatting import format_duration
@@ -97,7 +98,8 @@ def run(
         ConfigError: an arm is wrong or needs more memory than there is, or the folder holds cells
             of another config.
         DataError, TokenizerError: the text cannot be used.
-        RunFolderError: the folder cannot be written, or another ablation is writing into it.
+        RunFolderError: the folder cannot be written, another ablation is writing into it, or it was
+            removed.
         InterruptedRunError: Ctrl-C or SIGTERM; the running cells were saved first.
         CellsCrashedError: every cell crashed; see :func:`check_crashes` for some of them.
     """
@@ -108,7 +110,7 @@ def run(
         if is_builtin(cell.config.model.norm.kind):
             refuse_what_cannot_fit(cell.config, pick_device(cell.config.train.device))
     folder = Path(config.out_dir)
-    with _lock_folder(folder):
+    with _lock_folder(folder) as is_in_place:
         planned = planned_cells(config)
         _refuse_changed([*grid, *planned])
         _prepare_data(grid)
@@ -124,6 +126,9 @@ def run(
                 todo = [cell for cell in _run_order(batch.cells) if cell.folder not in table.rows]
                 if not todo:
                     continue
+                with explain_write_errors(folder):
+                    for cell in todo:  # not made by workers, who would make a removed folder again
+                        cell.folder.parent.mkdir(parents=True, exist_ok=True)
                 if session is None:
                     if progress:
                         how = "`minillama report %s` shows what has ended so far, at any time"
@@ -134,7 +139,14 @@ def run(
                     Display(batch.name, batch.stage_cells, table, progress) as display,
                     make_pool(todo, *shares) as pool,
                 ):
-                    _train(pool, stop, display, table, session)
+                    for event in _events(pool, stop, display):
+                        if not is_in_place():
+                            raise RunFolderError(
+                                f"{folder} was removed, moved or replaced while this ablation was "
+                                "running in it; restore it, and the same command continues"
+                            )
+                        if event is not None:
+                            _record(event, display, table, session)
                 if stop.requested:
                     raise InterruptedRunError(
                         f"stopped with {len(table.rows)} of {len(table.cells)} cells ended; the "
@@ -149,17 +161,16 @@ def run(
     return folder
 
 
-def _train(
-    pool: CellPool, stop: StopSignal, display: Display, table: CellTable, session: RunningSession
+def _record(
+    event: Cell | Ended, display: Display, table: CellTable, session: RunningSession
 ) -> None:
-    """Show and record what happens in the pool until it is done."""
-    for event in _events(pool, stop, display):
-        if isinstance(event, Cell):
-            display.started(event)
-        else:
-            table.add(event)
-            session.save()
-            display.ended(event)
+    """Show and record that a cell was started or has ended."""
+    if isinstance(event, Cell):
+        display.started(event)
+    else:
+        table.add(event)
+        session.save()
+        display.ended(event)
 
 
 def check_crashes(folder: Path) -> None:
@@ -278,7 +289,7 @@ def _with_base(config: AblationConfig) -> AblationConfig:
 
 
 @contextmanager
-def _lock_folder(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[Callable[[], bool]]:
     busy = (
         f"{folder}: another ablation is running in this folder; wait for it, "
         "or choose another out_dir"
@@ -286,8 +297,8 @@ def _lock_folder(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         with explain_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock(folder / ".lock", busy=busy, timeout=0))
-        yield
+            is_in_place = stack.enter_context(lock(folder / ".lock", busy=busy, timeout=0))
+        yield is_in_place
 
 
 def _refuse_changed(grid: Sequence[Cell]) -> None:
@@ -355,8 +366,11 @@ def _share_cores(config: AblationConfig, grid: Sequence[Cell]) -> tuple[int, int
     return workers, config.runner.threads or max(1, cores // workers)
 
 
-def _events(pool: CellPool, stop: StopSignal, display: Display) -> Iterator[Cell | Ended]:
-    """Yield the pool's events until it is done; stop it after a stop signal."""
+def _events(pool: CellPool, stop: StopSignal, display: Display) -> Iterator[Cell | Ended | None]:
+    """Yield the pool's events until it is done, None where there is none for a while.
+
+    A stop signal stops the pool.
+    """
     stopping = False
     while True:
         busy = pool.busy  # checked before the queue, so that no event is missed
@@ -365,6 +379,7 @@ def _events(pool: CellPool, stop: StopSignal, display: Display) -> Iterator[Cell
             continue
         except queue.Empty:
             display.poll()
+            yield None
         if not busy:
             return
         if stop.requested and not stopping:

@@ -71,7 +71,7 @@ def _train(job: str) -> dict[str, str]:
     cell = json.loads(job)
     folder = Path(cell["config"]["out_dir"])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
             sys.stdout.flush()
             sys.stderr.flush()

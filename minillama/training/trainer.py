@@ -167,7 +167,7 @@ def _open_folder(
         resume, overwrite = True, False
     if ranks.is_main:
         claim = RunFolder.claim(folder.path, resume=bool(resume), overwrite=overwrite)
-        stack.enter_context(claim)
+        folder = stack.enter_context(claim)
     if not resume:
         return folder, None, None
     newest = resume is True

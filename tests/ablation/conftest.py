@@ -36,7 +36,7 @@ def faulty(dim: int):
 '''
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
     """One file for all tests here: a kind is registered once in a process."""
     path = tmp_path_factory.mktemp("plugin") / "plugin.py"

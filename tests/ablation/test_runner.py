@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -302,6 +303,8 @@ def test_a_dry_run_counts_tokens_and_times_real_steps(ablation: Any, tmp_path: P
 
 def test_the_pool_leaves_no_process_when_its_body_fails(ablation: Any, tmp_path: Path) -> None:
     grid = cells(ablation(overrides={"train.steps": 100_000}))
+    for cell in grid:  # as the runner does: a worker makes no folder that was removed
+        cell.folder.parent.mkdir(parents=True)
     pool = Pool(grid, 2, 1)
     with suppress(ZeroDivisionError), pool:
         _wait_for_steps(tmp_path / "out", 2)
@@ -388,3 +391,20 @@ def test_cells_that_exit_early_have_crashed(
     assert len(Path(rows(folder)[5]["run_dir"]).parts[1]) < 100
     assert "ended by sys.exit" in rows(folder)[2]["error"]
     assert (folder / "report.html").is_file()
+
+
+def test_a_folder_moved_under_a_running_grid_is_not_made_again(ablation: Any) -> None:
+    config = ablation(runner={"workers": 1, "threads": 1}, overrides={"train.steps": 100_000})
+    folder = Path(config.out_dir)
+
+    def remove() -> None:
+        while not any(file.stat().st_size for file in folder.glob("cells/*/*/*/metrics.jsonl")):
+            time.sleep(0.02)
+        folder.rename(folder.with_name("moved"))
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    with pytest.raises(RunFolderError, match=r"was removed, moved or replaced .* restore it"):
+        run(config, progress=False)
+    thread.join()
+    assert not folder.exists()
