@@ -15,7 +15,6 @@ from minillama.config.fields import (
     PathText,
     Positive,
     PositiveFloat,
-    Seed,
     expand_home,
 )
 from minillama.config.loading import (
@@ -103,7 +102,7 @@ class AblationConfig(Section):
     )
     baseline: str = Field(description="the arm that the others are compared with")
     lr: Annotated[list[PositiveFloat], Field(min_length=1)]
-    seeds: list[Seed] = Field([0], min_length=1)
+    seeds: list[NonNegative] = Field([0], min_length=1)
     stages: tuple[GridStage, ComparisonStage] | None = Field(
         None,
         description="two: the whole grid, {seeds: [0, 1, 2]}, then each arm at its best rate on "

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from minillama.config.fields import Positive, PositiveFloat, Seed
+from minillama.config.fields import NonNegative, Positive, PositiveFloat
 from minillama.config.loading import Section, refuse
 from minillama.errors import FieldError
 
@@ -15,7 +15,7 @@ from minillama.errors import FieldError
 class GridStage(Section):
     """The first stage: the whole grid, which chooses each arm's learning rate."""
 
-    seeds: Annotated[list[Seed], Field(min_length=1)] = Field(
+    seeds: Annotated[list[NonNegative], Field(min_length=1)] = Field(
         description="seeds of every arm at every learning rate"
     )
 

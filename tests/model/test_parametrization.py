@@ -142,7 +142,7 @@ def test_changes_are_flat_in_width_where_the_standard_ones_grow():
     assert -0.25 < logits < 0.1  # those at the start fall with the width
     standard = slopes([config_of(d, init="fan_in") for d in widths], widths, 4)
     assert min(standard) > 0.2
-    assert standard[0] > 0.5
+    assert standard[0] > 0.3
 
 
 def test_changes_are_flat_in_depth_where_those_of_mup_alone_grow():
