@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from minillama.ablation.grid import places
+from minillama.ablation.stage_plan import read_plan
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import get_path, read_yaml
-from minillama.errors import ConfigError
+from minillama.errors import ConfigError, RunFolderError
 from minillama.files import is_locked
 from minillama.formatting import MISSING, format_number, text_table
 from minillama.training.metrics import last_line
@@ -172,16 +173,17 @@ def _run(folder: Path) -> Entry:
 def _ablation(folder: Path) -> Entry:
     try:
         config = load_ablation(folder / "ablation.yaml")
+        plan = read_plan(folder, config)
         with (folder / "cells.csv").open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
             fates = [row["fate"] for row in rows if row.get("in_grid") != "False"]
     except FileNotFoundError:  # no cell has ended
         fates = []
-    except (ConfigError, OSError, ValueError, KeyError):
+    except (ConfigError, RunFolderError, OSError, ValueError, KeyError):
         place = str(folder)
         return Entry("ablation", folder.name, place, "damaged", None, 0, None, 0, _changed(folder))
     crashed = fates.count("crashed")
-    done, total = len(fates) - crashed, len(places(config))
+    done, total = len(fates) - crashed, len(places(config)) + len(plan.places() if plan else [])
     fate = "finished" if done == total else "unfinished"
     if is_locked(folder / ".lock"):
         fate = "running"

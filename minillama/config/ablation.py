@@ -30,6 +30,7 @@ from minillama.config.loading import (
 )
 from minillama.config.run import OWNED_BY_KIND, RunConfig, without_derived
 from minillama.config.shipped import find_config
+from minillama.config.stages import ComparisonStage, GridStage
 from minillama.errors import ConfigError, FieldError
 from minillama.registry import unknown_name
 
@@ -102,10 +103,24 @@ class AblationConfig(Section):
     baseline: str = Field(description="the arm that the others are compared with")
     lr: Annotated[list[PositiveFloat], Field(min_length=1)]
     seeds: list[NonNegative] = Field([0], min_length=1)
+    stages: tuple[GridStage, ComparisonStage] | None = Field(
+        None,
+        description="two: the whole grid, {seeds: [0, 1, 2]}, then each arm at its best rate on "
+        "fresh seeds, {seeds: 24, rates: best_and_neighbours}; takes the place of seeds",
+    )
     margin: PositiveFloat = Field(
         0.02, description="nats within which two losses count as the same (equivalence test)"
     )
     runner: RunnerConfig = RunnerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_stage(cls, raw: Any) -> Any:
+        """Take ``seeds`` from the first stage; if both are set, they are compared afterwards."""
+        stages = raw.get("stages") if isinstance(raw, dict) else None
+        if isinstance(stages, list) and stages and isinstance(stages[0], dict):
+            return {"seeds": stages[0].get("seeds"), **raw}
+        return raw
 
     @field_validator("arms", mode="before")
     @classmethod
@@ -127,6 +142,9 @@ class AblationConfig(Section):
             names = [f"{value:g}" if path == "lr" else repr(value) for value in values]
             if len(set(names)) < len(names):
                 errors.append(FieldError(path, values, "names a value twice"))
+        if self.stages and self.stages[0].seeds != self.seeds:
+            rule = f"differs from the first stage's {self.stages[0].seeds}; change them in stages"
+            errors.append(FieldError("seeds", self.seeds, rule))
         refuse(errors)
         return self
 

@@ -27,67 +27,6 @@ from minillama.config.ablation import AblationConfig, load_ablation
 from minillama.config.run import to_yaml
 from minillama.errors import ConfigError, MinillamaError, RunFolderError
 
-PLUGIN = '''
-import os, signal
-
-import torch
-
-from minillama.model.norms import register_norm
-
-
-@register_norm("killer")
-def killer(dim: int):
-    """Ends the process that builds it, as the system does when memory runs out."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@register_norm("faulty")
-def faulty(dim: int):
-    """Raises."""
-    print("about to fail")
-    raise ArithmeticError("this norm cannot be built")
-'''
-
-
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One file for all tests here: a kind is registered once in a process."""
-    path = tmp_path_factory.mktemp("plugin") / "plugin.py"
-    path.write_text(PLUGIN)
-    return str(path)
-
-
-@pytest.fixture
-def ablation(tmp_path: Path, plugin: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that makes the config of a tiny ablation."""
-    monkeypatch.setenv("MINILLAMA_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("Norms keep a stream of numbers within its banks. " * 40)
-
-    def make(**fields: Any) -> AblationConfig:
-        base = {
-            "plugins": [plugin],
-            "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "ffn_dim": 16},
-            "tokenizer": {"kind": "byte"},
-            "data": {
-                "source": {"kind": "files", "files": [str(tmp_path / "text.txt")]},
-                "seq_len": 16,
-                "val_fraction": 0.1,
-            },
-            "train": {"steps": 4, "batch_size": 2, "device": "cpu", "eval_every": 0},
-        }
-        default: dict[str, Any] = {
-            "name": "test",
-            "out_dir": str(tmp_path / "out"),
-            "base": base,
-            "arms": {"rms": {}, "ln": {"model.norm.kind": "layernorm"}},
-            "baseline": "rms",
-            "lr": [1e-3],
-            "runner": {"workers": 2, "threads": 1},
-        }
-        return AblationConfig(**default | fields)
-
-    return make
-
 
 def rows(folder: Path) -> list[dict[str, str]]:
     with (folder / "cells.csv").open(newline="") as file:
@@ -352,9 +291,11 @@ def test_a_folder_serves_one_ablation_at_a_time(ablation: Any, tmp_path: Path) -
 
 
 def test_a_dry_run_counts_tokens_and_times_real_steps(ablation: Any, tmp_path: Path) -> None:
-    text = dry_run(ablation(overrides={"train.steps": 100}))
+    stages = [{"seeds": [0]}, {"seeds": 2, "rates": "best_and_neighbours"}]
+    text = dry_run(ablation(overrides={"train.steps": 100}, stages=stages))
     assert "cells/rms/lr-0.001/seed-0: 3,200 tokens" in text
     assert "2 of 2 cells to run, 6,400 tokens" in text
+    assert "then at most 4 cells with fresh seeds" in text
     assert "about " in text
     assert "workers: 2, threads per worker: 1" in text
     assert not (tmp_path / "out").exists()
@@ -362,6 +303,8 @@ def test_a_dry_run_counts_tokens_and_times_real_steps(ablation: Any, tmp_path: P
 
 def test_the_pool_leaves_no_process_when_its_body_fails(ablation: Any, tmp_path: Path) -> None:
     grid = cells(ablation(overrides={"train.steps": 100_000}))
+    for cell in grid:  # as the runner does: a worker makes no folder that was removed
+        cell.folder.parent.mkdir(parents=True)
     pool = Pool(grid, 2, 1)
     with suppress(ZeroDivisionError), pool:
         _wait_for_steps(tmp_path / "out", 2)

@@ -23,6 +23,7 @@ from minillama.ablation.report.inference import (
     only_unadjusted,
 )
 from minillama.ablation.report.sensitivity import RANK_DEPTH, sensitivity_rows
+from minillama.ablation.report.stages import better_neighbors, how_compared
 from minillama.ablation.report.wording import format_interval, format_p_value
 from minillama.ablation.results import ENDED, TRAINED, Results, Run
 from minillama.ablation.statistics import ALPHA, MIN_PAIRS_FOR_SIGN_FLIP
@@ -94,9 +95,9 @@ def headline(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[
     short = short_names([arm.name for arm in arms])
     text = _losses(results, comparisons, short)
     failed = sum(arm.fates[fate] for arm in arms for fate in FAILED)
-    ended = pluralize(sum(run.ended for run in results.runs), "run")
+    ended = pluralize(sum(run.ended for run in results.of_grid().runs), "run")
     if failed:
-        text += f" {failed} of {ended} failed."
+        text += f" {failed} of {ended}{' of the grid' if results.plan else ''} failed."
     return text + _left_out(results)
 
 
@@ -148,6 +149,7 @@ def findings(
     out = [_comparison(c, results.margin, len(comparisons)) for c in comparisons]
     out += interaction_sentences(compare_over_axes(arms))
     more = (
+        how_compared(results),
         _failures(arms),
         failure_rates(compare_failures(arms)),
         _sensitivity(arms, comparisons),
@@ -208,7 +210,7 @@ def _single_run(run: Run) -> str:
 
 
 def _failures(arms: Sequence[ArmResult]) -> str:
-    """Count the fates of all runs, and say whether the count of failures hangs on the line."""
+    """Count the fates of the grid's runs, and say whether the failures hang on the line."""
     fates = sum((arm.fates for arm in arms), Counter[str]())
     ended = sum(fates[fate] for fate in ENDED)
     if not ended:
@@ -323,14 +325,14 @@ def cautions(results: Results, arms: Sequence[ArmResult]) -> list[str]:
             f"As few as {pluralize(least, 'seed')} at the best learning rate ({names}): a sound "
             f"comparison needs at least {PROTOCOL_BEST_SEEDS} there."
         )
-    return out + _unequal_conditions(results)
+    return out + better_neighbors(results, arms) + _unequal_conditions(results)
 
 
 def _gaps(results: Results) -> list[str]:
     out = []
     if results.missing:
         cells = pluralize(len(results.missing), "cell")
-        out.append(f"{cells} of the grid not run yet.")
+        out.append(f"{cells} not run yet.")
     unfinished = [run for run in results.runs if run.fate == "unfinished"]
     if unfinished:
         cells = pluralize(len(unfinished), "cell")
