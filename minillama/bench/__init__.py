@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minillama.errors import ConfigError, MinillamaError, RunFolderError, missing_extra
+from minillama.files import write_atomic
 from minillama.launch import usable_cpus
 
 BENCHMARKS = ("norms", "step", "memory", "decode", "ablation", "gpu")
@@ -41,7 +42,7 @@ def run(what: str, out_json: str | None = None, threads: int | None = None) -> s
     result = module.bench([threads] if threads else sorted({1, cpus}))
     if out_json is not None:
         try:
-            Path(out_json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            write_atomic(Path(out_json), json.dumps(result, indent=2) + "\n")
         except OSError as error:
             raise RunFolderError(
                 f"{out_json} cannot be written: {error.strerror}; choose another --json file"

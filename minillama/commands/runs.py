@@ -9,9 +9,9 @@ import csv
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,9 @@ def list_runs(folder: str, *, as_json: bool) -> str:
     root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"there is no folder {folder}; `minillama train tiny` makes runs/tiny")
-    entries = sorted(find_entries(root), key=lambda entry: entry.changed, reverse=True)
+    entries = sorted(
+        map(read_entry, find_folders(root)), key=lambda entry: entry.changed, reverse=True
+    )
     if as_json:
         return json.dumps([asdict(entry) for entry in entries], indent=2)
     if not entries:
@@ -107,20 +109,35 @@ def _row(entry: Entry) -> tuple[str, ...]:
     )
 
 
-def find_entries(folder: Path, depth: int = DEPTH) -> Iterator[Entry]:
-    """Yield what is in ``folder``: itself, or the runs and ablations below it."""
-    if (folder / "ablation.yaml").is_file():
-        yield _ablation(folder)
-    elif (folder / "config.yaml").is_file():
-        yield _run(folder)
-    elif depth:
+def find_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yield ``folder`` itself, or the folders of the runs and ablations below it, each once.
+
+    A link may lead to a folder that is found elsewhere, or around in a circle.
+    """
+    seen: set[Path] = set()
+
+    def below(folder: Path, depth: int) -> Iterator[Path]:
         try:
+            real = folder.resolve()
             inner = sorted(path for path in folder.iterdir() if path.is_dir())
-        except OSError:  # it may not be read
+        except (OSError, RuntimeError):  # it may not be read, or is a link to itself
             return
-        for path in inner:
-            if not path.name.startswith("."):
-                yield from find_entries(path, depth - 1)
+        if real in seen:
+            return
+        seen.add(real)
+        if any((folder / name).is_file() for name in ("ablation.yaml", "config.yaml")):
+            yield folder
+        elif depth:
+            for path in inner:
+                if not path.name.startswith("."):
+                    yield from below(path, depth - 1)
+
+    return below(folder, depth)
+
+
+def read_entry(folder: Path) -> Entry:
+    """Read how the run or ablation in ``folder`` stands, for the list."""
+    return _ablation(folder) if (folder / "ablation.yaml").is_file() else _run(folder)
 
 
 def read_state(folder: Path) -> RunState:
@@ -129,7 +146,7 @@ def read_state(folder: Path) -> RunState:
     Raises:
         ConfigError: it contains no run, or its config is damaged.
     """
-    config = read_yaml(folder)
+    config = _read_config(folder, _written_at(folder / "config.yaml"))
     summary = _read_summary(folder / "summary.json")
     metrics = folder / "metrics.jsonl"
     if is_locked(folder / ".lock"):
@@ -202,9 +219,20 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return {key: value for key, value in entries if not isinstance(value, list | dict)}
 
 
+@lru_cache(maxsize=10_000)
+def _read_config(folder: Path, written_at: int) -> dict[str, Any]:
+    """Read a config once, however often a page asks: YAML takes most of the time of an entry."""
+    return read_yaml(folder)
+
+
+def _written_at(path: Path) -> int:
+    """Return when the file was last written, in ns since 1970; 0 if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # it was not written, or has just been removed
+        return 0
+
+
 def _changed(folder: Path) -> str:
-    times = [0.0]
-    for name in _WRITTEN:
-        with suppress(OSError):  # it was not written, or has just been removed
-            times.append((folder / name).stat().st_mtime)
-    return datetime.fromtimestamp(max(times)).astimezone().isoformat(timespec="seconds")
+    seconds = max(_written_at(folder / name) for name in _WRITTEN) / 1e9
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
