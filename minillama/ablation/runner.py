@@ -24,6 +24,7 @@ import numpy as np
 
 from minillama import launch
 from minillama.ablation.grid import Cell, cells
+from minillama.ablation.hypotheses import hypotheses_of, record_hypotheses
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.progress import CellTable, Display, RunningSession, is_finished
 from minillama.ablation.results import read_results
@@ -95,8 +96,8 @@ def run(
             threads of each; see :func:`minillama.ablation.ray_runner.run` for another one.
 
     Raises:
-        ConfigError: an arm is wrong or needs more memory than there is, or the folder holds cells
-            of another config.
+        ConfigError: an arm or a hypothesis is wrong, an arm needs more memory than there is, or the
+            folder holds cells, a plan or hypotheses of another config.
         DataError, TokenizerError: the text cannot be used.
         RunFolderError: the folder cannot be written, another ablation is writing into it, or it was
             removed.
@@ -105,6 +106,7 @@ def run(
     """
     started = time.perf_counter()
     grid = cells(config)
+    hypotheses_of(config)
     for cell in grid:
         # Counting the parameters of a user's norm means building it, which only workers should do.
         if is_builtin(cell.config.model.norm.kind):
@@ -117,6 +119,7 @@ def run(
         with explain_write_errors(folder):
             write_atomic(folder / "ablation.yaml", to_yaml(_with_base(config)))
         table = CellTable(folder, [*grid, *planned])
+        record_hypotheses(config, table.ended())
         shares = _share_cores(config, grid)
         session: RunningSession | None = None
         with ExitStack() as stack:
@@ -202,6 +205,7 @@ def dry_run(config: AblationConfig) -> str:
         ConfigError, DataError, TokenizerError, RunFolderError: as :func:`run`.
     """
     grid = cells(config)
+    hypotheses_of(config)
     planned = planned_cells(config)
     known = [*grid, *planned]
     _refuse_changed(known)

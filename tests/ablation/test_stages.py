@@ -80,6 +80,20 @@ def test_seeds_grow_until_the_rule_is_met(
     assert not results.missing
 
 
+def test_hypotheses_are_recorded_before_the_first_cell(ablation: Any, pool_here: Any) -> None:
+    first = ablation(hypotheses=[{"name": "early", "arm": "ln", "claim": "same"}])
+    record = Path(first.out_dir) / "hypotheses.json"
+
+    def looks(cells: Sequence[Cell], workers: int, threads: int) -> Any:
+        assert record.exists()
+        return pool_here(cells, workers, threads)
+
+    run(first, progress=False, make_pool=looks)
+    late = {"name": "late", "arm": "ln", "claim": "lower"}
+    run(ablation(hypotheses=[*first.hypotheses, late]), progress=False, make_pool=pool_here)
+    assert [each["n_seen"] for each in json.loads(record.read_text())] == [0, 2]
+
+
 def test_the_second_stage_waits_for_a_grid_without_crashes(ablation: Any, pool_here: Any) -> None:
     arms = {"rms": {}, "faulty": {"model.norm.kind": "faulty"}}
     staged = ablation(arms=arms, stages=[GRID, {"seeds": 2}])

@@ -17,6 +17,7 @@ from minillama.ablation.interactions import compare_over_axes
 from minillama.ablation.measures import BASIN_DEPTH
 from minillama.ablation.report.cost import costs
 from minillama.ablation.report.fates import LINE_SHIFTS, failed_in_all, fate_rows
+from minillama.ablation.report.hypotheses import hypothesis_sentences
 from minillama.ablation.report.inference import (
     failure_rates,
     interaction_sentences,
@@ -146,7 +147,8 @@ def findings(
     """Return one sentence for each finding: the loss of each arm, failures, sensitivity."""
     if not results.is_ablation:
         return []
-    out = [_comparison(c, results.margin, len(comparisons)) for c in comparisons]
+    out = hypothesis_sentences(results, arms)
+    out += [_comparison(c, results.margin, len(comparisons)) for c in comparisons]
     out += interaction_sentences(compare_over_axes(arms))
     more = (
         how_compared(results),
