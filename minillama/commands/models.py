@@ -87,7 +87,7 @@ def evaluate_text(
         model,
         tokens,
         n_bytes=n_bytes,
-        seq_len=seq_len or config.data.seq_len,
+        seq_len=config.data.seq_len if seq_len is None else seq_len,
         batch_size=batch_size,
     )
     if as_json:

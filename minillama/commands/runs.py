@@ -9,6 +9,7 @@ import csv
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -60,7 +61,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run as its files show it; ``summary`` is empty while it is running or was killed."""
+    """A run as its files show it; ``summary`` is empty while it is running or was killed.
+
+    Of the summary's entries, those that hold a list or a mapping are left out.
+    """
 
     folder: Path
     name: str
@@ -132,15 +136,19 @@ def read_state(folder: Path) -> RunState:
         fate = "running"
     else:
         fate = str(summary.get("fate")) if summary.get("finished") else "unfinished"
-    val_loss, steps = summary.get("val_loss"), summary.get("steps")
+    val_loss, steps = number(summary.get("val_loss")), number(summary.get("steps"))
     if val_loss is None and not summary.get("finished"):
-        val_loss = (last_line(metrics, "val_loss") or {}).get("val_loss")
+        val_loss = number((last_line(metrics, "val_loss") or {}).get("val_loss"))
     if steps is None:
-        steps = (last_line(metrics, "loss") or {}).get("step", 0)
-    if val_loss is not None and not math.isfinite(val_loss):
-        val_loss = None
+        steps = number((last_line(metrics, "loss") or {}).get("step"))
     name = str(config.get("name", folder.name))
-    return RunState(folder, name, fate, val_loss, int(steps), config, summary)
+    return RunState(folder, name, fate, val_loss, int(steps or 0), config, summary)
+
+
+def number(value: Any) -> float | None:
+    """Return ``value`` if it is a finite number; a file may hold anything."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
 
 
 def _run(folder: Path) -> Entry:
@@ -185,14 +193,18 @@ def _ablation(folder: Path) -> Entry:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
+    """Return the entries of a summary.json that are texts, numbers or truth values."""
     try:
         summary = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return summary if isinstance(summary, dict) else {}
+    entries = summary.items() if isinstance(summary, dict) else ()
+    return {key: value for key, value in entries if not isinstance(value, list | dict)}
 
 
 def _changed(folder: Path) -> str:
-    paths = (folder / name for name in _WRITTEN)
-    times = [path.stat().st_mtime for path in paths if path.is_file()]
+    times = [0.0]
+    for name in _WRITTEN:
+        with suppress(OSError):  # it was not written, or has just been removed
+            times.append((folder / name).stat().st_mtime)
     return datetime.fromtimestamp(max(times)).astimezone().isoformat(timespec="seconds")
