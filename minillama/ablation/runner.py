@@ -23,6 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from minillama import launch
+from minillama.ablation.estimate import describe_work
 from minillama.ablation.grid import Cell, cells
 from minillama.ablation.hypotheses import hypotheses_of, record_hypotheses
 from minillama.ablation.pool import Ended, Pool
@@ -134,6 +135,9 @@ def run(
                         cell.folder.parent.mkdir(parents=True, exist_ok=True)
                 if session is None:
                     if progress:
+                        later = [] if planned_cells(config) else most_cells(config)
+                        rows = list(table.rows.values())
+                        _log.info("%s", describe_work(todo, later, rows, shares[0]))
                         how = "`minillama report %s` shows what has ended so far, at any time"
                         _log.info(how, folder)
                     session = RunningSession(folder, *shares, time.perf_counter() - started)

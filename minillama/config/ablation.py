@@ -152,7 +152,8 @@ class AblationConfig(Section):
         if len(set(claimed)) < len(claimed):
             errors.append(FieldError("hypotheses", claimed, "names one twice"))
         if self.stages and self.stages[0].seeds != self.seeds:
-            rule = f"differs from the first stage's {self.stages[0].seeds}; change them in stages"
+            first = self.stages[0].seeds
+            rule = f"differs from the first stage's {first}; set both alike, or leave it out"
             errors.append(FieldError("seeds", self.seeds, rule))
         refuse(errors)
         return self

@@ -22,13 +22,15 @@ def fresh(results: Results) -> Counter[tuple[str, float]]:
 
 
 def test_a_finished_grid_that_gets_stages_runs_the_second_alone(
-    ablation: Any, pool_here: Any, capsys: pytest.CaptureFixture[str]
+    ablation: Any, pool_here: Any, capsys: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
     folder = run(ablation(lr=LRS, seeds=[0]), progress=False, make_pool=pool_here)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("summary.json")}
     staged = ablation(lr=LRS, stages=[GRID, {"seeds": 2}])
-    run(staged, make_pool=pool_here)
+    with caplog.at_level("INFO", "minillama"):
+        run(staged, make_pool=pool_here)
     assert "[1/4] rms" in capsys.readouterr().err  # the bar counts the cells of the stage
+    assert "4 cells to run: about" in caplog.text
 
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     results = read_results(folder)

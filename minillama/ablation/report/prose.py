@@ -218,7 +218,9 @@ def _failures(arms: Sequence[ArmResult]) -> str:
     if not ended:
         return ""
     named = [f"{fates[fate]} {fate}" for fate in (*FAILED, "undertrained") if fates[fate]]
-    text = f"Of {pluralize(ended, 'run')} that ended, {join_words(named) or 'none failed'}."
+    where = " of the grid" if any(len(arm.runs) > len(arm.grid_runs) for arm in arms) else ""
+    runs = pluralize(ended, "run") + where
+    text = f"Of {runs} that ended, {join_words(named) or 'none failed'}."
     at = failed_in_all(fate_rows(arms))
     if len(set(at)) > 1:
         moved = [
