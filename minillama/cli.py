@@ -57,6 +57,12 @@ def _train(options: Namespace) -> str:
         return train_run(config, resume, options.overwrite, progress=not options.quiet)
 
 
+def _new(options: Namespace) -> str:
+    from minillama.commands.new import new_config
+
+    return new_config(options.text, options.out, options.minutes)
+
+
 def _plan(options: Namespace) -> str:
     config = assemble(load_config(options.config, options.overrides))
     from minillama.plan.report import as_json, as_text, plan
@@ -260,6 +266,21 @@ OUT = _argument("--out", required=True, metavar="PATH", help="the file or folder
 AS_JSON = _argument("--json", action="store_true", help="print one JSON object")
 
 COMMANDS = {
+    "new": Command(
+        "look at a text of yours, and write a config that trains a model on it",
+        "minillama new mybook.txt",
+        _new,
+        (
+            _argument("text", metavar="FILE", nargs="+", help="text, tables, a folder; also .gz"),
+            _argument("--out", metavar="PATH", help="the config to write; default: TEXT's .yaml"),
+            _argument(
+                "--minutes",
+                type=float,
+                default=10.0,
+                help="how long training may take here, about; default: 10",
+            ),
+        ),
+    ),
     "train": Command(
         "train a model",
         "minillama train tiny model.norm.kind=layernorm optim.lr=1e-3",

@@ -9,15 +9,17 @@ import csv
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from minillama.ablation.grid import places
+from minillama.ablation.stage_plan import read_plan
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import get_path, read_yaml
-from minillama.errors import ConfigError
+from minillama.errors import ConfigError, RunFolderError
 from minillama.files import is_locked
 from minillama.formatting import MISSING, format_number, text_table
 from minillama.training.metrics import last_line
@@ -59,7 +61,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run as its files show it; ``summary`` is empty while it is running or was killed."""
+    """A run as its files show it; ``summary`` is empty while it is running or was killed.
+
+    Of the summary's entries, those that hold a list or a mapping are left out.
+    """
 
     folder: Path
     name: str
@@ -131,15 +136,19 @@ def read_state(folder: Path) -> RunState:
         fate = "running"
     else:
         fate = str(summary.get("fate")) if summary.get("finished") else "unfinished"
-    val_loss, steps = summary.get("val_loss"), summary.get("steps")
+    val_loss, steps = number(summary.get("val_loss")), number(summary.get("steps"))
     if val_loss is None and not summary.get("finished"):
-        val_loss = (last_line(metrics, "val_loss") or {}).get("val_loss")
+        val_loss = number((last_line(metrics, "val_loss") or {}).get("val_loss"))
     if steps is None:
-        steps = (last_line(metrics, "loss") or {}).get("step", 0)
-    if val_loss is not None and not math.isfinite(val_loss):
-        val_loss = None
+        steps = number((last_line(metrics, "loss") or {}).get("step"))
     name = str(config.get("name", folder.name))
-    return RunState(folder, name, fate, val_loss, int(steps), config, summary)
+    return RunState(folder, name, fate, val_loss, int(steps or 0), config, summary)
+
+
+def number(value: Any) -> float | None:
+    """Return ``value`` if it is a finite number; a file may hold anything."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
 
 
 def _run(folder: Path) -> Entry:
@@ -164,16 +173,17 @@ def _run(folder: Path) -> Entry:
 def _ablation(folder: Path) -> Entry:
     try:
         config = load_ablation(folder / "ablation.yaml")
+        plan = read_plan(folder, config)
         with (folder / "cells.csv").open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
             fates = [row["fate"] for row in rows if row.get("in_grid") != "False"]
     except FileNotFoundError:  # no cell has ended
         fates = []
-    except (ConfigError, OSError, ValueError, KeyError):
+    except (ConfigError, RunFolderError, OSError, ValueError, KeyError):
         place = str(folder)
         return Entry("ablation", folder.name, place, "damaged", None, 0, None, 0, _changed(folder))
     crashed = fates.count("crashed")
-    done, total = len(fates) - crashed, len(places(config))
+    done, total = len(fates) - crashed, len(places(config)) + len(plan.places() if plan else [])
     fate = "finished" if done == total else "unfinished"
     if is_locked(folder / ".lock"):
         fate = "running"
@@ -183,14 +193,18 @@ def _ablation(folder: Path) -> Entry:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
+    """Return the entries of a summary.json that are texts, numbers or truth values."""
     try:
         summary = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return summary if isinstance(summary, dict) else {}
+    entries = summary.items() if isinstance(summary, dict) else ()
+    return {key: value for key, value in entries if not isinstance(value, list | dict)}
 
 
 def _changed(folder: Path) -> str:
-    paths = (folder / name for name in _WRITTEN)
-    times = [path.stat().st_mtime for path in paths if path.is_file()]
+    times = [0.0]
+    for name in _WRITTEN:
+        with suppress(OSError):  # it was not written, or has just been removed
+            times.append((folder / name).stat().st_mtime)
     return datetime.fromtimestamp(max(times)).astimezone().isoformat(timespec="seconds")

@@ -6,6 +6,7 @@ import pytest
 
 from minillama.ablation.runner import run as run_ablation
 from minillama.cli import main
+from minillama.commands.compare import compare
 from minillama.commands.runs import find_entries, list_runs
 from minillama.config.ablation import AblationConfig
 from minillama.errors import ConfigError
@@ -125,3 +126,16 @@ def test_nothing_there_is_said_and_a_missing_folder_is_an_error(tmp_path):
     assert json.loads(list_runs(str(tmp_path), as_json=True)) == []
     with pytest.raises(ConfigError, match="there is no folder"):
         list_runs(str(tmp_path / "absent"), as_json=False)
+
+
+@pytest.mark.parametrize("value", ["words", [], {}, True])
+def test_a_summary_with_other_values_than_numbers_is_listed_without(tmp_path, make_run, value):
+    folder = make_run(3.0)
+    file = folder / "summary.json"
+    kept = {"finished": True, "fate": "ok"}
+    summary = dict.fromkeys(json.loads(file.read_text()), value) | kept
+    file.write_text(json.dumps(summary))
+    (entry,) = find_entries(tmp_path)
+    assert (entry.fate, entry.val_loss, entry.done) == ("ok", None, 200)
+    table = compare([str(folder), str(folder)], as_json=False)
+    assert "validation loss" not in table

@@ -48,7 +48,7 @@ def write_report(folder: str | Path) -> Path:
         write_atomic(page, render(results, arms, comparisons))
         with atomic_file(results.folder / "report.png") as picture:
             verdict = headline(results, arms, comparisons)
-            write_picture(picture, results, arms, verdict, _small_print(results))
+            write_picture(picture, results.of_grid(), arms, verdict, _small_print(results))
         if results.is_ablation:
             found = findings_markdown(results, arms, comparisons)
             write_atomic(results.folder / "findings.md", found)
@@ -107,7 +107,7 @@ def latex_table(arms: Sequence[ArmResult]) -> str:
                 "$S$ trapezoid": format_number(trapezoid).replace("–", "--"),
                 "basin (decades)": f"${basin}$",
                 "failed": f"{sum(arm.fates[fate] for fate in FAILED)}/"
-                f"{sum(run.ended for run in arm.runs)}",
+                f"{sum(run.ended for run in arm.grid_runs)}",
             }
         )
     table = pd.DataFrame(rows).to_latex(index=False, escape=False, column_format="lrrrrrr")

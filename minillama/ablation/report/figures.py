@@ -189,7 +189,7 @@ def loss_by_rate(results: Results, arms: Sequence[ArmResult]) -> Figure:
         means = {
             lr: loss
             for lr, loss in arm.mean_loss.items()
-            if all(run.has_loss for run in arm.runs if run.lr == lr and run.ended)
+            if all(run.has_loss for run in arm.grid_runs if run.lr == lr and run.ended)
         }
         x, y = [shift * lr for lr in means], list(means.values())
         mode, of_runs = "lines", dict[str, Any]()
@@ -202,10 +202,10 @@ def loss_by_rate(results: Results, arms: Sequence[ArmResult]) -> Figure:
             ("undertrained", _THICK_RING),
             ("collapsed", _CROSS),
         ):
-            runs = [run for run in arm.runs if run.fate == fate and run.has_loss]
+            runs = [run for run in arm.grid_runs if run.fate == fate and run.has_loss]
             losses = [run.figure("val_loss") for run in runs]
             traces.append(_run_marks(style, runs, losses, look, shift))
-        diverged = [run for run in arm.runs if run.fate == "diverged"]
+        diverged = [run for run in arm.grid_runs if run.fate == "diverged"]
         traces.append(_run_marks(style, diverged, [top - pad] * len(diverged), _CROSS, shift))
         traces.append(_trace(style, mode, x, y, digits=5, hoverinfo="skip"))
     levels = [

@@ -22,6 +22,7 @@ from minillama.ablation.report.curves import SMOOTHED_SHARE
 from minillama.ablation.report.fates import LINE_SHIFTS, failed_in_all, fate_rows
 from minillama.ablation.report.figures import SEEDS_FOR_BAND, arm_styles, page_data
 from minillama.ablation.report.sensitivity import RANK_DEPTH, sensitivity_rows
+from minillama.ablation.report.stages import how_compared
 from minillama.ablation.report.wording import format_interval, format_p_value
 from minillama.ablation.results import Results, Run, table_row
 from minillama.ablation.statistics import ALPHA, MIN_PAIRS_FOR_SIGN_FLIP
@@ -209,7 +210,7 @@ def _data_within_size(
     """Return the figures' data, also as JSON, with so few points that the page is small enough."""
     points = 40_000
     while True:
-        data = page_data(results, arms, comparisons, points)
+        data = page_data(results.of_grid(), arms, comparisons, points)
         payload = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
         if len(payload) < _MAX_DATA_BYTES or points < len(results.runs):
             return data, payload
@@ -227,6 +228,11 @@ def _facts(results: Results) -> list[tuple[str, str]]:
             pluralize(len(results.seeds), "seed"),
         )
         facts += [("runs ended", f"{len(ended)} of {total}"), ("grid", " × ".join(grid))]
+    if results.plan:
+        n_seeds, rates = len(results.plan.seeds[: results.plan.n_run]), results.plan.rates
+        n_rates = sum(map(len, rates.values()))
+        fresh = f"{pluralize(n_rates, 'rate')} × {pluralize(n_seeds, 'seed')}"
+        facts.append(("fresh seeds", fresh))
     sizes = sorted({int(run.figure("n_params")) for run in ended if run.has_figure("n_params")})
     if sizes:
         span = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
@@ -247,6 +253,7 @@ def _small_print(results: Results, arms: Sequence[ArmResult]) -> list[tuple[str,
     rates = ", ".join(f"{lr:g}" for lr in results.lrs)
     of_ablation = [
         ("equal start", prose.equal_start(results)),
+        ("seeds", how_compared(results)),
         ("S", prose.SENSITIVITY_MEANING),
         ("basin", prose.BASIN_MEANING),
         ("margin", quote.margin_meaning(results, arms)),
@@ -255,7 +262,7 @@ def _small_print(results: Results, arms: Sequence[ArmResult]) -> list[tuple[str,
     validation = f"{prose.VALIDATION_MEANING} {n_tokens + ' tokens' if n_tokens else ''}".rstrip()
     return [
         *(of_ablation if results.is_ablation else []),
-        ("learning rates", f"{rates}; seeds {seeds}"),
+        ("learning rates", f"{rates}; seeds of the grid: {seeds}"),
         ("fates", prose.FATES_MEANING),
         ("spikes", prose.SPIKES_MEANING),
         ("validation", validation),
