@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minillama.ablation.grid import Cell
+from minillama.ablation.grid import Cell, Place
 from minillama.ablation.pool import Ended
 from minillama.ablation.results import (
     COLUMNS,
@@ -65,6 +65,13 @@ class CellTable:
         """Return whether all these cells have ended, and none of them crashed."""
         rows = [self.rows.get(cell.folder) for cell in cells]
         return all(row is not None and row["fate"] != "crashed" for row in rows)
+
+    def ended(self) -> list[Place]:
+        """Return the places of all runs in the folder that have ended, outside the grid as well."""
+        rows = [*self.rows.values(), *self._left_out]
+        return [
+            Place(row["arm"], row["lr"], row["seed"]) for row in rows if row["fate"] != "crashed"
+        ]
 
     def add(self, ended: Ended) -> None:
         """Add a cell that ended or crashed; an interrupted one has no row yet."""

@@ -1,6 +1,6 @@
 """Reads the files of an ablation or of a single run into tables and curves.
 
-    ablation.yaml, cells.csv, sessions.json, stages.json
+    ablation.yaml, cells.csv, sessions.json, stages.json, hypotheses.json
     cells/<arm>/lr-<lr>/seed-<seed>/{config.yaml, metrics.jsonl, summary.json}
 
 Loads no model and imports no plugin, so a report can be made on any machine.
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from minillama.ablation.grid import Arm, Place, cell_folders, places
 from minillama.ablation.grid import arms as arms_of
+from minillama.ablation.hypotheses import RecordedHypothesis, read_hypotheses
 from minillama.ablation.measures import gradient_figures, spike_score
 from minillama.ablation.stage_plan import StagePlan, read_plan
 from minillama.config.ablation import load_ablation
@@ -156,6 +157,9 @@ class Results:
     grid_arms: Mapping[str, Arm] = field(default_factory=dict)
     left_out: tuple[Run, ...] = ()
     plan: StagePlan | None = None
+    hypotheses: tuple[RecordedHypothesis, ...] = ()
+    hypothesis_names: frozenset[str] = frozenset()
+    """Those of the present config."""
 
     def of_grid(self) -> Results:
         """Return the results with the grid's runs alone, without those of fresh seeds."""
@@ -250,6 +254,8 @@ def _read_ablation(folder: Path, read: RunReader) -> Results:
         grid_arms=arms,
         left_out=tuple(read_left_out(folder, folders.values(), read)),
         plan=plan,
+        hypotheses=read_hypotheses(folder),
+        hypothesis_names=frozenset(each.name for each in config.hypotheses),
     )
 
 

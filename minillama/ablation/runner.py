@@ -23,7 +23,9 @@ from typing import Protocol
 import numpy as np
 
 from minillama import launch
+from minillama.ablation.estimate import describe_work
 from minillama.ablation.grid import Cell, cells
+from minillama.ablation.hypotheses import hypotheses_of, record_hypotheses
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.progress import CellTable, Display, RunningSession, is_finished
 from minillama.ablation.results import read_results
@@ -95,8 +97,8 @@ def run(
             threads of each; see :func:`minillama.ablation.ray_runner.run` for another one.
 
     Raises:
-        ConfigError: an arm is wrong or needs more memory than there is, or the folder holds cells
-            of another config.
+        ConfigError: an arm or a hypothesis is wrong, an arm needs more memory than there is, or the
+            folder holds cells, a plan or hypotheses of another config.
         DataError, TokenizerError: the text cannot be used.
         RunFolderError: the folder cannot be written, another ablation is writing into it, or it was
             removed.
@@ -105,6 +107,7 @@ def run(
     """
     started = time.perf_counter()
     grid = cells(config)
+    hypotheses_of(config)
     for cell in grid:
         # Counting the parameters of a user's norm means building it, which only workers should do.
         if is_builtin(cell.config.model.norm.kind):
@@ -117,6 +120,7 @@ def run(
         with explain_write_errors(folder):
             write_atomic(folder / "ablation.yaml", to_yaml(_with_base(config)))
         table = CellTable(folder, [*grid, *planned])
+        record_hypotheses(config, table.ended())
         shares = _share_cores(config, grid)
         session: RunningSession | None = None
         with ExitStack() as stack:
@@ -131,6 +135,9 @@ def run(
                         cell.folder.parent.mkdir(parents=True, exist_ok=True)
                 if session is None:
                     if progress:
+                        later = [] if planned_cells(config) else most_cells(config)
+                        rows = list(table.rows.values())
+                        _log.info("%s", describe_work(todo, later, rows, shares[0]))
                         how = "`minillama report %s` shows what has ended so far, at any time"
                         _log.info(how, folder)
                     session = RunningSession(folder, *shares, time.perf_counter() - started)
@@ -202,6 +209,7 @@ def dry_run(config: AblationConfig) -> str:
         ConfigError, DataError, TokenizerError, RunFolderError: as :func:`run`.
     """
     grid = cells(config)
+    hypotheses_of(config)
     planned = planned_cells(config)
     known = [*grid, *planned]
     _refuse_changed(known)

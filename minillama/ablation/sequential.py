@@ -122,23 +122,34 @@ def repeated_p(differences: ArrayLike, looks: Sequence[int], look: int, mean: fl
 def repeated_tost(differences: ArrayLike, looks: Sequence[int], look: int, margin: float) -> float:
     """Return the repeated p of "the mean is not within ±margin": two one-sided tests.
 
-    Each side's is half the two-sided :func:`repeated_p` of the mean ±``margin`` where the sample
-    lies on the inner side, so with one look or none it is that of TOST.  NaN below two
-    pairs.
+    With one look or none it is that of TOST.  NaN below two pairs.
     """
     d = np.asarray(differences, dtype=np.float64)
     if len(looks) < 2 or len(d) < 2:
         return float(tost(d, margin))
-    sides = []
-    for sign in (-1, 1):
-        inner = 1.0
-        for k in range(look + 1):
-            so_far = d if k == look else d[: looks[k]]
-            if len(so_far) > 1 and sign * so_far.mean() < margin:
-                p = float(t_test(so_far - sign * margin))
-                inner = min(inner, _overall_p(p, tuple(looks), k) / 2)
-        sides.append(inner)
-    return max(sides)
+    return max(repeated_less(side, looks, look, margin) for side in (d, -d))
+
+
+def repeated_less(
+    differences: ArrayLike, looks: Sequence[int], look: int, bound: float = 0.0
+) -> float:
+    """Return the repeated one-sided p of "the mean is not below ``bound``".
+
+    Half the two-sided :func:`repeated_p` where the sample lies below the bound; with one look or
+    none that of the one-sided t test.  NaN below two pairs.
+    """
+    d = np.asarray(differences, dtype=np.float64) - bound
+    if len(d) < 2:
+        return math.nan
+    found = 1.0
+    for k in range(look + 1):
+        so_far = d if k >= look else d[: looks[k]]
+        if len(so_far) > 1:
+            two_sided = float(t_test(so_far))
+            if len(looks) > 1:
+                two_sided = _overall_p(two_sided, tuple(looks), k)
+            found = min(found, two_sided / 2 if so_far.mean() < 0 else 1 - two_sided / 2)
+    return found
 
 
 def _overall_p(p: float, looks: tuple[int, ...], look: int) -> float:

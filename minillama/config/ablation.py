@@ -17,6 +17,7 @@ from minillama.config.fields import (
     PositiveFloat,
     expand_home,
 )
+from minillama.config.hypotheses import Hypothesis
 from minillama.config.loading import (
     Section,
     check,
@@ -111,6 +112,11 @@ class AblationConfig(Section):
     margin: PositiveFloat = Field(
         0.02, description="nats within which two losses count as the same (equivalence test)"
     )
+    hypotheses: list[Hypothesis] = Field(
+        default_factory=list,
+        description="what is expected, recorded before the first cell; the report tells it apart "
+        "from what was found afterwards",
+    )
     runner: RunnerConfig = RunnerConfig()
 
     @model_validator(mode="before")
@@ -142,8 +148,12 @@ class AblationConfig(Section):
             names = [f"{value:g}" if path == "lr" else repr(value) for value in values]
             if len(set(names)) < len(names):
                 errors.append(FieldError(path, values, "names a value twice"))
+        claimed = [each.name for each in self.hypotheses]
+        if len(set(claimed)) < len(claimed):
+            errors.append(FieldError("hypotheses", claimed, "names one twice"))
         if self.stages and self.stages[0].seeds != self.seeds:
-            rule = f"differs from the first stage's {self.stages[0].seeds}; change them in stages"
+            first = self.stages[0].seeds
+            rule = f"differs from the first stage's {first}; set both alike, or leave it out"
             errors.append(FieldError("seeds", self.seeds, rule))
         refuse(errors)
         return self

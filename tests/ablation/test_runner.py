@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from filelock import FileLock
 
 from minillama.ablation.analysis import analyse_arms, compare_arms
-from minillama.ablation.grid import cells
+from minillama.ablation.grid import Cell, cells
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.report.prose import headline
 from minillama.ablation.results import ENDED, read_results, read_sessions
@@ -26,6 +27,8 @@ from minillama.cli import main
 from minillama.config.ablation import AblationConfig, load_ablation
 from minillama.config.run import to_yaml
 from minillama.errors import ConfigError, MinillamaError, RunFolderError
+
+LN = {"model.norm.kind": "layernorm"}
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -279,6 +282,32 @@ def test_a_narrowed_grid_keeps_the_rows_of_finished_cells(ablation: Any) -> None
     without = [{k: v for k, v in row.items() if k != "in_grid"} for row in before + after]
     assert sorted(without[:8], key=str) == sorted(without[8:], key=str)
     assert "6 finished runs in this folder are left out" in headline_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("more", "n_new"),
+    [
+        ({"seeds": [0, 1]}, 4),
+        ({"lr": [1e-3, 2e-3, 3e-3]}, 2),
+        ({"arms": {"rms": {}, "new": {"model.norm.kind": "l2norm"}, "ln": LN}}, 2),
+    ],
+)
+def test_seeds_rates_and_arms_are_added_to_a_finished_grid(
+    ablation: Any, pool_here: Any, more: dict[str, Any], n_new: int
+) -> None:
+    small = {"arms": {"rms": {}, "ln": LN}, "lr": [1e-3, 3e-3]}
+    folder = run(ablation(**small), progress=False, make_pool=pool_here)
+    before = {path: path.read_bytes() for path in folder.glob("cells/*/*/*/summary.json")}
+    trained = []
+
+    def spy(cells: Sequence[Cell], workers: int, threads: int) -> Any:
+        trained.extend(cells)
+        return pool_here(cells, workers, threads)
+
+    run(ablation(**small | more), progress=False, make_pool=spy)
+    assert len(trained) == n_new
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert len(rows(folder)) == 4 + n_new
 
 
 def test_a_folder_serves_one_ablation_at_a_time(ablation: Any, tmp_path: Path) -> None:

@@ -22,13 +22,15 @@ def fresh(results: Results) -> Counter[tuple[str, float]]:
 
 
 def test_a_finished_grid_that_gets_stages_runs_the_second_alone(
-    ablation: Any, pool_here: Any, capsys: pytest.CaptureFixture[str]
+    ablation: Any, pool_here: Any, capsys: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
     folder = run(ablation(lr=LRS, seeds=[0]), progress=False, make_pool=pool_here)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("summary.json")}
     staged = ablation(lr=LRS, stages=[GRID, {"seeds": 2}])
-    run(staged, make_pool=pool_here)
+    with caplog.at_level("INFO", "minillama"):
+        run(staged, make_pool=pool_here)
     assert "[1/4] rms" in capsys.readouterr().err  # the bar counts the cells of the stage
+    assert "4 cells to run: about" in caplog.text
 
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     results = read_results(folder)
@@ -78,6 +80,20 @@ def test_seeds_grow_until_the_rule_is_met(
     assert results.plan.n_run == n_run
     assert fresh(results) == Counter({("rms", 1e-3): n_run, ("ln", 1e-3): n_run})
     assert not results.missing
+
+
+def test_hypotheses_are_recorded_before_the_first_cell(ablation: Any, pool_here: Any) -> None:
+    first = ablation(hypotheses=[{"name": "early", "arm": "ln", "claim": "same"}])
+    record = Path(first.out_dir) / "hypotheses.json"
+
+    def looks(cells: Sequence[Cell], workers: int, threads: int) -> Any:
+        assert record.exists()
+        return pool_here(cells, workers, threads)
+
+    run(first, progress=False, make_pool=looks)
+    late = {"name": "late", "arm": "ln", "claim": "lower"}
+    run(ablation(hypotheses=[*first.hypotheses, late]), progress=False, make_pool=pool_here)
+    assert [each["n_seen"] for each in json.loads(record.read_text())] == [0, 2]
 
 
 def test_the_second_stage_waits_for_a_grid_without_crashes(ablation: Any, pool_here: Any) -> None:

@@ -15,6 +15,7 @@ import pandas as pd
 
 from minillama.ablation.analysis import ArmResult, analyse_arms, compare_arms
 from minillama.ablation.failures import FAILED
+from minillama.ablation.report.figures import SEEDS_FOR_BAND, most_seeds
 from minillama.ablation.report.page import render
 from minillama.ablation.report.picture import write_picture
 from minillama.ablation.report.prose import headline
@@ -66,11 +67,15 @@ def _small_print(results: Results) -> str:
             smallest = f"{min(values):,} to " if min(values) < max(values) else ""
             parts.append(smallest + pluralize(max(values), noun))
     parts.append(pluralize(len(ended), "run"))
-    crosses = "; crosses: failed runs" if any(run.fate != "ok" for run in ended) else ""
-    return (
-        f"{', '.join(parts)}. Marks: validation; faint: training loss of each step; lines: its "
-        f"running mean{crosses}. Made by minillama."
-    )
+    failed = " Crosses: failed runs." if any(run.fate in FAILED for run in ended) else ""
+    if most_seeds(results) >= SEEDS_FOR_BAND:
+        how = (
+            "Left: means over seeds, dots: runs. Right: training loss (running mean) minus the "
+            "baseline's at the same rate and seed: mean and its 95% t interval."
+        )
+    else:
+        how = "Marks: validation; faint: training loss of each step; lines: its running mean."
+    return f"{', '.join(parts)}. {how}{failed} Made by minillama."
 
 
 def cell_table(results: Results) -> pd.DataFrame:

@@ -17,6 +17,7 @@ from minillama.ablation.interactions import compare_over_axes
 from minillama.ablation.measures import BASIN_DEPTH
 from minillama.ablation.report.cost import costs
 from minillama.ablation.report.fates import LINE_SHIFTS, failed_in_all, fate_rows
+from minillama.ablation.report.hypotheses import hypothesis_sentences
 from minillama.ablation.report.inference import (
     failure_rates,
     interaction_sentences,
@@ -146,7 +147,8 @@ def findings(
     """Return one sentence for each finding: the loss of each arm, failures, sensitivity."""
     if not results.is_ablation:
         return []
-    out = [_comparison(c, results.margin, len(comparisons)) for c in comparisons]
+    out = hypothesis_sentences(results, arms)
+    out += [_comparison(c, results.margin, len(comparisons)) for c in comparisons]
     out += interaction_sentences(compare_over_axes(arms))
     more = (
         how_compared(results),
@@ -216,7 +218,9 @@ def _failures(arms: Sequence[ArmResult]) -> str:
     if not ended:
         return ""
     named = [f"{fates[fate]} {fate}" for fate in (*FAILED, "undertrained") if fates[fate]]
-    text = f"Of {pluralize(ended, 'run')} that ended, {join_words(named) or 'none failed'}."
+    where = " of the grid" if any(len(arm.runs) > len(arm.grid_runs) for arm in arms) else ""
+    runs = pluralize(ended, "run") + where
+    text = f"Of {runs} that ended, {join_words(named) or 'none failed'}."
     at = failed_in_all(fate_rows(arms))
     if len(set(at)) > 1:
         moved = [
