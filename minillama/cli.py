@@ -57,6 +57,12 @@ def _train(options: Namespace) -> str:
         return train_run(config, resume, options.overwrite, progress=not options.quiet)
 
 
+def _new(options: Namespace) -> str:
+    from minillama.commands.new import new_config
+
+    return new_config(options.text, options.out, options.minutes)
+
+
 def _plan(options: Namespace) -> str:
     config = assemble(load_config(options.config, options.overrides))
     from minillama.plan.report import as_json, as_text, plan
@@ -201,6 +207,12 @@ def _completion(options: Namespace) -> str:
     return completion_script(_parser(), options.shell)
 
 
+def _doctor(options: Namespace) -> Iterable[str]:
+    from minillama.commands.doctor import diagnose
+
+    return diagnose(as_json=options.json)
+
+
 def _norms(options: Namespace) -> str:
     from minillama.commands.models import explain_norms
 
@@ -254,6 +266,21 @@ OUT = _argument("--out", required=True, metavar="PATH", help="the file or folder
 AS_JSON = _argument("--json", action="store_true", help="print one JSON object")
 
 COMMANDS = {
+    "new": Command(
+        "look at a text of yours, and write a config that trains a model on it",
+        "minillama new mybook.txt",
+        _new,
+        (
+            _argument("text", metavar="FILE", nargs="+", help="text, tables, a folder; also .gz"),
+            _argument("--out", metavar="PATH", help="the config to write; default: TEXT's .yaml"),
+            _argument(
+                "--minutes",
+                type=float,
+                default=10.0,
+                help="how long training may take here, about; default: 10",
+            ),
+        ),
+    ),
     "train": Command(
         "train a model",
         "minillama train tiny model.norm.kind=layernorm optim.lr=1e-3",
@@ -427,6 +454,12 @@ COMMANDS = {
         "minillama config schema > minillama.schema.json",
         _config_schema,
     ),
+    "doctor": Command(
+        "check this installation, and print what to send with a bug report",
+        "minillama doctor",
+        _doctor,
+        (AS_JSON,),
+    ),
     "completion": Command(
         "print the script that completes commands, configs and run folders in a shell",
         "minillama completion bash > ~/.local/share/bash-completion/completions/minillama\n"
@@ -455,13 +488,29 @@ COMMANDS = {
 }
 
 
+class _Version(argparse.Action):
+    """Print the version at once, and then what needs torch to be imported."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        print(f"minillama {__version__}", flush=True)
+        from minillama.commands.version import describe_machine
+
+        print(describe_machine())
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="minillama",
         description="Train a small Llama, change its norm by one line, see whether it helps.",
         epilog=EPILOG,
     )
-    parser.add_argument("--version", action="version", version=f"minillama {__version__}")
+    parser.add_argument(
+        "--version",
+        action=_Version,
+        nargs=0,
+        help="show the versions of minillama and torch, the processor and the kernels' state",
+    )
     top = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     groups = {"": top}
     for name, command in COMMANDS.items():

@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -152,8 +152,11 @@ def _temporary_path(path: Path) -> Path:
 
 
 @contextmanager
-def lock(path: Path, *, busy: str, timeout: float | None = None) -> Iterator[None]:
+def lock(path: Path, *, busy: str, timeout: float | None = None) -> Iterator[Callable[[], bool]]:
     """Hold the lock file ``path`` while the body runs; only one process can.
+
+    Yields a function that returns whether the file is still at ``path``.  If its folder is removed,
+    moved or replaced, another process can take the lock at this path.
 
     Args:
         path: of the lock file, which is created where it is missing.
@@ -173,8 +176,16 @@ def lock(path: Path, *, busy: str, timeout: float | None = None) -> Iterator[Non
             raise RunFolderError(busy) from None
         _log.info("%s", busy)
         file_lock.acquire()
+    locked = path.stat()
+
+    def is_in_place() -> bool:
+        try:
+            return os.path.samestat(locked, path.stat())
+        except OSError:
+            return False
+
     try:
-        yield
+        yield is_in_place
     finally:
         file_lock.release()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import shlex
 import socket
 import sys
@@ -112,6 +113,17 @@ def _cpu_quotas(root: Path) -> list[float]:
             if folder == top:
                 break
     return quotas
+
+
+def processor_name() -> str:
+    """Return the model of this machine's processor, or its architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

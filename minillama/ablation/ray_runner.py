@@ -220,6 +220,7 @@ def _ended(cell: Cell, task: Any) -> Ended:
 def _write_files(cell: Cell, files: Mapping[str, bytes]) -> None:
     """Write a cell's files, the summary last, because with it the cell counts as finished."""
     with explain_write_errors(cell.folder):
+        cell.folder.mkdir(exist_ok=True)
         for name in sorted(files, key=lambda name: name == "summary.json"):
             path = cell.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
     parent ──a cell as one line of JSON──▶ stdin │ worker │ stdout ──how it ended──▶ parent
 
-A cell is its ``config`` and ``began``, the Unix time at which the parent gave it out.
+A cell is its ``config`` and ``began``: when the parent gave it out, by ``time.perf_counter()``, a
+clock that all processes of a machine share and that is never set back.
 
 The end of stdin means: save what is being trained, then exit.  It comes when the parent closes the
 pipe and also when the parent dies, so no worker outlives its parent.
@@ -71,7 +72,7 @@ def _train(job: str) -> dict[str, str]:
     cell = json.loads(job)
     folder = Path(cell["config"]["out_dir"])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
             sys.stdout.flush()
             sys.stderr.flush()

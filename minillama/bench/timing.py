@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from minillama.formatting import text_table
+from minillama.launch import processor_name
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -107,7 +107,7 @@ def torch_threads(number: int) -> Iterator[None]:
 def machine(load_before: float | None) -> dict[str, Any]:
     """Return what a reader must know of the machine, and how busy it was before and is now."""
     return {
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -115,16 +115,6 @@ def machine(load_before: float | None) -> dict[str, Any]:
         "load": load_before,
         "load_after": load_average(),
     }
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def load_average() -> float | None:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from minillama.config.fields import Factor, NonNegativeFloat, Positive, PositiveFloat
 from minillama.config.loading import Section, derived, refuse
 from minillama.config.norms import NormConfig
+from minillama.config.placement import PLACEMENTS, Slots
 from minillama.errors import ConfigError, FieldError
 
 
@@ -43,6 +44,22 @@ class Llama3RopeScaling(Section):
 
 
 RopeScaling = Annotated[LinearRopeScaling | Llama3RopeScaling, Field(discriminator="kind")]
+
+
+class MupConfig(Section):
+    """The base sizes of ``parametrization: mup``, at which it is the standard one."""
+
+    base_dim: Positive = Field(64, description="the width at which the learning rate was chosen")
+    base_head_dim: Positive | None = Field(
+        None,
+        description="the features of a head there: attention's logits are q·k / head_dim, scaled "
+        "to be q·k / √head_dim at the base; default: they are q·k / √head_dim at every size",
+    )
+    base_n_layers: Positive | None = Field(
+        None,
+        description="the depth there: sub-layers add their output times base_n_layers / n_layers "
+        "(CompleteP, 2505.01618); default: depth changes nothing",
+    )
 
 
 def _head_dim(model: dict[str, Any]) -> int:
@@ -88,11 +105,17 @@ class ModelConfig(Section):
         description="normal: std 0.02, o_proj and down_proj divided by √(2·n_layers); "
         "plain_normal: std 0.02, nothing divided (OLMo 2); fan_in: std 1/√fan_in",
     )
+    parametrization: Literal["standard", "mup"] = Field(
+        "standard",
+        description="mup: initial weights, learning rates and the logits follow the width, so that "
+        "the best learning rate stays the same (2203.03466)",
+    )
+    mup: MupConfig = MupConfig()
     norm: NormConfig = NormConfig()
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
-        errors = []
+        errors = self._mup_errors()
         if self.head_dim == 0:
             rule = f"is not divisible by n_heads = {self.n_heads}; change one, or set head_dim"
             errors.append(FieldError("dim", self.dim, rule, "n_heads"))
@@ -104,6 +127,26 @@ class ModelConfig(Section):
             errors.append(FieldError("n_heads", self.n_heads, rule, "n_kv_heads"))
         refuse(errors)
         return self
+
+    def _mup_errors(self) -> list[FieldError]:
+        if self.parametrization == "standard":
+            if self.mup == MupConfig():
+                return []
+            rule = "is of model.parametrization = mup alone; leave it out, or set that"
+            return [FieldError("mup", "set", rule, "parametrization")]
+        name = self.norm.placement
+        placement = PLACEMENTS.get(name) if name in PLACEMENTS else None
+        slots = placement.slots(0, self.n_layers) if placement else Slots()
+        if placement and placement.unit_weights:
+            rule = "normalises all weights, and mup scales them; set another placement"
+            return [FieldError("norm.placement", name, rule, "parametrization")]
+        if self.mup.base_n_layers is not None and (slots.residual or slots.gated):
+            rule = (
+                "norms or gates the residual stream, and CompleteP is for placements that only add "
+                "to it; leave out mup.base_n_layers, or set another placement"
+            )
+            return [FieldError("norm.placement", name, rule, "mup.base_n_layers")]
+        return []
 
     @property
     def known_vocab_size(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import fsspec.compression
 import huggingface_hub
 import huggingface_hub.constants
 import huggingface_hub.errors
+import pyarrow.parquet
 
 from minillama.config.run import FilesSource, HubSource
 from minillama.data.files import (
@@ -164,7 +165,7 @@ def open_files(source: FilesSource) -> Tables:
         else:
             _LOGGER.warning("%s is empty and is skipped", name)
     if not tables:
-        raise DataError(f"data.source.files: no text in {', '.join(source.files)}; add some")
+        raise DataError(f"no text in {', '.join(source.files)}; add some", "data.source.files")
     return Tables(source.text_field, tables)
 
 
@@ -179,6 +180,30 @@ def _open_file(format: str, name: str) -> Any:
         streaming=True,
         **options,
     )
+
+
+def read_rows(format: str, name: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of one json, csv or parquet file, whole.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    with _quiet(), _explained(name):
+        yield from _open_file(format, name)
+
+
+def column_bytes(paths: Sequence[Path], field: str) -> int:
+    """Return how many bytes the column ``field`` of these parquet files holds, uncompressed."""
+    total = 0
+    for path in paths:
+        meta = pyarrow.parquet.read_metadata(path)
+        columns = (
+            meta.row_group(i).column(j)
+            for i in range(meta.num_row_groups)
+            for j in range(meta.num_columns)
+        )
+        total += sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
+    return total
 
 
 def _check_utf8(name: str) -> None:

@@ -15,7 +15,7 @@ from minillama.model.kernels import FusedDecoder, Layer
 from minillama.model.kv_cache import KVCache
 from minillama.model.mlp import MLP
 from minillama.model.norms import RMSNorm
-from minillama.model.projection import Linear, is_hooked
+from minillama.model.projection import are_plain, is_hooked
 from minillama.model.transformer import Block, Transformer
 
 
@@ -49,6 +49,8 @@ class Decoder:
         for gain, weight in self._shifted:  # weights may be changed in place between two tokens
             torch.add(weight, 1, out=gain)
         logits_BV = self._fused.read(x_BD, rotation, cache.length)
+        if model.logit_factor != 1:
+            logits_BV = model.logit_factor * logits_BV
         cache.advance(1)
         cap = model.config.logit_softcap
         return cap * torch.tanh(logits_BV / cap) if cap else logits_BV
@@ -107,10 +109,10 @@ def _layer(
         attention_gain is None
         or mlp_gain is None
         or not all(type(norm) is nn.Identity for norm in around)
-        or not all(type(projection) is Linear for projection in projections)
+        or not are_plain(*projections)
         or not all(type(norm) is nn.Identity for norm in attention_norms)
         or attention.g_proj is not None
-        or (block.s, block.alpha, block.a) != (1, 1, None)
+        or (block.s, block.alpha, block.a, block.output_scale) != (1, 1, None, 1)
     ):
         return None
     q, k, v, o, gate, up, down = (projection.weight.detach() for projection in projections)

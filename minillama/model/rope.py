@@ -55,6 +55,13 @@ def inverse_frequencies(
 class RotaryEmbedding(nn.Module):
     """The table of rotations for positions 0 … max_seq_len − 1.  It has no state to save.
 
+    Args:
+        head_dim: features of a head.
+        max_seq_len: positions.
+        theta: θ.
+        scaling: of the frequencies.
+        scale: what is rotated is multiplied with it too.
+
     Raises:
         ConfigError: a size or θ is out of range, or ``head_dim`` is odd.
     """
@@ -65,6 +72,8 @@ class RotaryEmbedding(nn.Module):
         max_seq_len: int,
         theta: float = 10_000.0,
         scaling: LinearRopeScaling | Llama3RopeScaling | None = None,
+        *,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         whole_number("max_seq_len", max_seq_len, 1)
@@ -82,7 +91,7 @@ class RotaryEmbedding(nn.Module):
                 inverse_frequencies(head_dim, theta, scaling),
             )
         # A plain attribute, not a buffer: model.to(torch.bfloat16) must leave it in float32.
-        self._table = torch.stack((angle.cos(), angle.sin()))
+        self._table = torch.stack((angle.cos(), angle.sin())) * scale
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Return the rotations at ``positions``, of shape (T,) or (B, T), rounded to ``dtype``."""

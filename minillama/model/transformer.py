@@ -32,7 +32,13 @@ from minillama.model.kv_cache import KVCache
 from minillama.model.mlp import MLP, fused_mlp
 from minillama.model.ngpt import LearnedScale, normalise_weights, scale_rows
 from minillama.model.norms import build_norm, multiply_gain, norm_parameter_names, plain_gain
-from minillama.model.projection import Linear, are_identities, are_plain
+from minillama.model.parametrization import (
+    attention_factor,
+    depth_ratio,
+    initial_std,
+    width_ratio,
+)
+from minillama.model.projection import are_identities, are_plain
 from minillama.model.rope import RotaryEmbedding, Rotation
 
 
@@ -40,7 +46,7 @@ class Block(nn.Module):
     """Attention, then MLP: x ← residual_norm(α·x + a·output_norm(f(s·input_norm(x)))) for each f.
 
     The placement determines which of the norms exist and what s, α and a are; where x is
-    interpolated (nGPT), α = 1 − a with an a for each sub-layer.
+    interpolated (nGPT), α = 1 − a with an a for each sub-layer.  A parametrization may set a too.
     """
 
     a: nn.Parameter | None
@@ -66,6 +72,7 @@ class Block(nn.Module):
         multiply_gain(self.attention_output_norm, slots.output_gain)
         multiply_gain(self.mlp_output_norm, around_mlp.output_gain)
         self.s, self.alpha = slots.s, slots.alpha
+        self.output_scale = 1 / depth_ratio(config)
         self.register_parameter("a", nn.Parameter(torch.zeros(())) if slots.gated else None)
         self.attention_step = self.mlp_step = None
         if slots.interpolated:
@@ -105,7 +112,8 @@ class Block(nn.Module):
         else:
             norm = self.attention_input_norm
             others = [self.attention_output_norm, self.attention_residual_norm]
-        has_other_scales = self.alpha != 1 or self.a is not None or self.mlp_step is not None
+        has_other_scales = (self.alpha, self.a, self.output_scale) != (1, None, 1)
+        has_other_scales |= self.mlp_step is not None
         gain_and_eps = None if has_other_scales else plain_gain(norm)
         if gain_and_eps is None or not are_identities(*others):
             return None
@@ -114,10 +122,10 @@ class Block(nn.Module):
             return fused_mlp(self.mlp, x_BTD, gain_D, eps)
         return fused_attention(self.attention, x_BTD, gain_D, eps, rotation)
 
-    def _residual_scales(self, step: LearnedScale | None) -> tuple[Tensor | float, Tensor | None]:
+    def _residual_scales(self, step: LearnedScale | None) -> tuple[Tensor | float, Tensor | float]:
         """Return α and a."""
         if step is None:
-            return self.alpha, self.a
+            return self.alpha, self.output_scale if self.a is None else self.a
         a_D = step().abs()
         return 1 - a_D, a_D
 
@@ -172,12 +180,17 @@ class Transformer(nn.Module):
             build_norm(norm, config.dim, "embed") if norm.embed_norm else nn.Identity()
         )
         self.rope = RotaryEmbedding(
-            config.head_dim, config.max_seq_len, config.rope_theta, config.rope_scaling
+            config.head_dim,
+            config.max_seq_len,
+            config.rope_theta,
+            config.rope_scaling,
+            scale=math.sqrt(attention_factor(config)),  # of queries and of keys
         )
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.final_norm = build_norm(norm, config.dim, "final") if has_final_norm else nn.Identity()
         if not config.tie_embeddings:
-            self.lm_head = Linear(config.dim, vocab_size)
+            self.lm_head = nn.Linear(config.dim, vocab_size, bias=False)
+        self.logit_factor = 1 / width_ratio(config)
         self.logit_scale = None
         if self.has_unit_weights:
             self.logit_scale = LearnedScale(vocab_size, start=1.0, stored=config.dim**-0.5)
@@ -222,8 +235,7 @@ class Transformer(nn.Module):
                 x_BTD = block(x_BTD, rotation, cache, mask)
         if cache is not None:
             cache.advance(n_tokens)
-        y_BTD: Tensor = self.final_norm(x_BTD)
-        return y_BTD
+        return _times(self.logit_factor, self.final_norm(x_BTD))
 
     def _check_layers(self, cache: KVCache) -> None:
         """Refuse blocks that were shared, copied or added so that two have one place in a cache."""
@@ -332,11 +344,6 @@ def _check_tokens(tokens_BT: Tensor, cache: KVCache | None = None) -> None:
             )
 
 
-def is_norm_parameter(name: str) -> bool:
-    """Tell whether the parameter ``name`` belongs to a norm."""
-    return any(module.endswith("_norm") for module in name.split(".")[:-1])
-
-
 _DEEPNORM_SCALED = {"v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -346,20 +353,16 @@ def initialise(model: Transformer, seed: int) -> None:
 
     ``normal``: std 0.02, and 0.02 / √(2·n_layers) for o_proj and down_proj, which write to the
     residual stream (Radford 2019, GPT-2).  ``plain_normal``: std 0.02 everywhere (OLMo 2,
-    2501.00656).  ``fan_in``: std 1 / √fan_in; an embedding counts as the head.  A placement may
-    divide some of them further (DeepNorm), or normalise them (nGPT).
+    2501.00656).  ``fan_in``: std 1 / √fan_in; an embedding counts as the head.  A parametrization
+    changes these with the width.  A placement may divide some of them further (DeepNorm), or
+    normalise them (nGPT).
     """
     divisor = PLACEMENTS.get(model.config.norm.placement).init_divisor(model.config.n_layers)
     norms = norm_parameter_names(model)
     for name, weight in model.named_parameters():
         if name in norms or weight.ndim < 2 or weight.is_meta:
             continue
-        if model.config.init == "fan_in":
-            std = weight.shape[1] ** -0.5
-        else:
-            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-            divided = writes and model.config.init == "normal"
-            std = 0.02 / math.sqrt(2 * model.config.n_layers) if divided else 0.02
+        std = initial_std(model.config, name, weight.shape[1])
         if name.split(".")[-2] in _DEEPNORM_SCALED:
             std /= divisor
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

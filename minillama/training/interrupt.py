@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,20 +15,27 @@ SIGNALS = [
 ]
 
 
+_REPEAT_SECONDS = 1.0
+"""Signals that follow one so soon are the same request: a terminal sends Ctrl-C to every process of
+the job, and a launcher such as uv, make or a shell script may pass it on once more."""
+
+
 class _StopNow(BaseException):
     """Leaves work that can be abandoned at any point."""
 
 
 class StopSignal:
-    """Sets ``requested`` at the first signal; the second raises KeyboardInterrupt at once.
+    """Sets ``requested`` at the first signal; a later one raises KeyboardInterrupt at once.
 
-    Further ones are ignored until the body has been left, which they would only disturb.
+    Signals within a second of the first are ignored, so that what it asked for is saved.  Further
+    ones are ignored until the body has been left, which they would only disturb.
     Handlers are set in the main thread only, as Python requires, and restored at the end.  A signal
     that the process was started to ignore (``nohup``) stays ignored.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self._requested_at = 0.0
         self._breakable = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -46,10 +54,12 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            if time.monotonic() - self._requested_at < _REPEAT_SECONDS:
+                return
             for other in self._before:
                 signal.signal(other, signal.SIG_IGN)
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self._requested_at = True, time.monotonic()
         if self._breakable:
             raise _StopNow
 

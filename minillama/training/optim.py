@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from minillama.config.run import GroupConfig, OptimConfig
+from minillama.model.parametrization import GroupFactors, group_factors
 from minillama.model.roles import Role, parameter_roles
+from minillama.model.transformer import Transformer
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Where one fused kernel updates all weights; on two CPU cores it takes 0.2 to 0.4 of the time of
@@ -160,20 +162,29 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     Matrices decay, embeddings and the head included (nanoGPT's choice; OLMo 2 excludes its
     embeddings), and no other parameter unless the config says so.  Tied weights are one parameter
     and count once.  Each group has a ``lr_factor``, by which :func:`set_learning_rate` multiplies.
+    A :class:`~minillama.model.transformer.Transformer` may have a parametrization that changes
+    these by the size of the model.
     """
-    groups: dict[tuple[bool, float, float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, float, float, float, bool], list[nn.Parameter]] = {}
     roles = parameter_roles(model)
     for name, parameter in model.named_parameters():
         role = roles[name]
         own: GroupConfig = getattr(config.groups, role) or GroupConfig()
         by_muon = config.kind == "muon" and role == "hidden"
-        decay = _weight_decay(name, role, config)
+        by_size = GroupFactors()
+        if isinstance(model, Transformer):
+            in_block = name.startswith("blocks.")
+            by_size = group_factors(model.config, role, in_block=in_block)
+        decay = _weight_decay(name, role, config) * by_size.weight_decay
+        factor, eps = own.lr_factor * by_size.lr, config.eps * by_size.eps
         # torch's fused kernels take sharded and whole tensors in separate calls only.
-        key = by_muon, own.lr_factor, decay, is_sharded(parameter)
+        key = by_muon, factor, decay, eps, is_sharded(parameter)
         groups.setdefault(key, []).append(parameter)
     split: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for (by_muon, factor, decay, _), parameters in groups.items():
+    for (by_muon, factor, decay, eps, _), parameters in groups.items():
         group = {"params": parameters, "lr_factor": factor, "weight_decay": decay}
+        if config.kind == "adamw":
+            group["eps"] = eps
         split[by_muon].append(group)
     devices = {p.device.type for parameters in groups.values() for p in parameters}
     fused = devices <= set(FUSED_DEVICES)

@@ -74,6 +74,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
         self._job = path / ".torchrun"
+        self._is_in_place: Callable[[], bool] = lambda: True  # until it is claimed
 
     @classmethod
     @contextmanager
@@ -101,7 +102,7 @@ class RunFolder:
             f"{path}: another run is writing into this folder; wait for it, "
             "or choose another out_dir"
         )
-        with lock(path / ".lock", busy=busy, timeout=0):
+        with lock(path / ".lock", busy=busy, timeout=0) as folder._is_in_place:
             folder._refuse_to_mix(resume=resume, overwrite=overwrite)
             with explain_write_errors(path):
                 remove_unfinished(path)
@@ -124,8 +125,14 @@ class RunFolder:
         """Explain a write error: which checkpoint is safe, and how to continue.
 
         Raises:
-            RunFolderError: the body raised an OSError.
+            RunFolderError: the body raised an OSError, or the folder is no longer the one that was
+                claimed.
         """
+        if not self._is_in_place():
+            raise RunFolderError(
+                f"{self.path} was removed, moved or replaced while this run was writing into it; "
+                "restore it, then run the same command again (`minillama train` with --resume)"
+            )
         try:
             with explain_write_errors(self.path):
                 yield

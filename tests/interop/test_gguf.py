@@ -113,6 +113,13 @@ def test_llama_cpp_computes_the_same(architecture, tokenizer, save, tmp_path, ha
         ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500.0}),
         ("llama", {"norm": {"options": {"unit_offset": True}, "placement": "scaled"}}),
         ("qwen3", {"norm": {"qk_norm": "head", "qk_unit_offset": True}, "embed_scale": "fixed"}),
+        (
+            "llama",
+            {
+                "parametrization": "mup",
+                "mup": {"base_dim": 8, "base_head_dim": 4, "base_n_layers": 1},
+            },
+        ),
         ("llama", {"vocab_size": 390}),  # rows of the embedding that no id of the tokenizer has
     ],
 )

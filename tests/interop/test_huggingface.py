@@ -64,6 +64,11 @@ FOLDED = {
     },
     "no gain": {"norm": {"options": {"affine": False}}},
     "LayerNorm scaling": {"norm": {"placement": "scaled"}, "embed_scale": "learned"},
+    "maximal update parametrization": {
+        "norm": {"qk_norm": "head"},
+        "parametrization": "mup",
+        "mup": {"base_dim": 8, "base_head_dim": 4, "base_n_layers": 1},
+    },
 }
 
 

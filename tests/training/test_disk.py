@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -161,14 +161,32 @@ def test_a_folder_that_loses_its_permission_midway_keeps_what_was_saved(tiny, tm
     read_checkpoint(checkpoints / "last", for_resume=True)
 
 
-@pytest.mark.parametrize("what", ["", "checkpoints"])
-def test_a_folder_removed_midway_is_an_error_and_not_recreated(tiny, before_step, what):
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("", "was removed, .*; restore it"), ("checkpoints", "No such file .*; no checkpoint .*")],
+)
+def test_a_folder_removed_midway_is_an_error_and_not_recreated(tiny, before_step, what, message):
     config = tiny(**SAVING)
     gone = Path(config.out_dir) / what
     before_step(4, lambda: shutil.rmtree(gone))
-    with pytest.raises(RunFolderError, match=r"No such file .*; no checkpoint .* restore it"):
+    with pytest.raises(RunFolderError, match=message):
         run(config)
     assert not gone.exists()
+
+
+def test_a_run_does_not_write_into_the_run_that_took_its_folder(tiny, before_step):
+    config = tiny(**SAVING)
+    folder = Path(config.out_dir)
+    with ExitStack() as stack:
+
+        def replace():
+            shutil.rmtree(folder)
+            stack.enter_context(RunFolder.claim(folder, resume=False, overwrite=False))
+
+        before_step(4, replace)
+        with pytest.raises(RunFolderError, match="was removed, moved or replaced while this run"):
+            run(config)
+        assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
 def test_a_folder_that_becomes_a_file_midway_is_an_error(tiny, before_step):

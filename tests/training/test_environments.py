@@ -1,5 +1,6 @@
 """Odd environments: no stderr, a full stdout, moved or changed files, a damaged last checkpoint."""
 
+import itertools
 import json
 import shutil
 import signal
@@ -55,7 +56,7 @@ def test_training_goes_on_when_the_reader_of_its_output_has_gone(tiny):
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGHUP], 2 * [signal.SIGINT], 3 * [signal.SIGINT]])
-def test_a_hangup_saves_and_quick_interrupts_leave_no_traceback(tiny, signals):
+def test_a_hangup_and_interrupts_in_quick_succession_save(tiny, signals):
     config = tiny(**{"train.steps": 1_000_000, "train.save_every": 0})
     process = shell(config, "", wait=False)
     metrics = Path(config.out_dir) / "metrics.jsonl"
@@ -66,8 +67,7 @@ def test_a_hangup_saves_and_quick_interrupts_leave_no_traceback(tiny, signals):
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    if signals == [signal.SIGHUP]:
-        assert RunFolder(Path(config.out_dir)).newest() is not None
+    assert RunFolder(Path(config.out_dir)).newest() is not None
 
 
 @pytest.mark.parametrize("code", [0, "a reason"])
@@ -145,3 +145,12 @@ def test_threads_are_no_more_than_the_cpus_that_may_be_used(tiny, monkeypatch):
         assert run(tiny(**{"train.steps": 2}))["threads"] == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_clock_that_is_set_back_makes_no_time_negative(tiny, monkeypatch):
+    hours = itertools.count()
+    monkeypatch.setattr(time, "time", lambda: 1e9 - 3600 * next(hours))
+    summary = run(tiny(**{"train.steps": 2}))
+    times = {key: value for key, value in summary.items() if key.endswith("seconds")}
+    assert len(times) == 4
+    assert all(0 <= value < 300 for value in times.values())

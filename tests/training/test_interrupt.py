@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from minillama.training import interrupt
 from minillama.training.interrupt import SIGNALS, StopSignal, SyncedStopSignal
 
 
@@ -21,7 +22,8 @@ def test_the_first_signal_is_a_request_and_handlers_are_restored(number):
     assert signal.getsignal(number) is before
 
 
-def test_the_second_signal_ends_at_once_and_later_ones_are_ignored():
+def test_a_later_signal_ends_at_once_and_further_ones_are_ignored(monkeypatch):
+    monkeypatch.setattr(interrupt, "_REPEAT_SECONDS", 0.0)
     before = [signal.getsignal(number) for number in SIGNALS]
     with StopSignal():
         send()
@@ -30,6 +32,13 @@ def test_the_second_signal_ends_at_once_and_later_ones_are_ignored():
         for number in SIGNALS:
             send(number)
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_signal_that_is_passed_on_twice_is_one_request():
+    with StopSignal() as stop:
+        for number in SIGNALS:
+            send(number)
+        assert stop.requested
 
 
 def test_a_breakable_body_is_left_at_once_and_other_bodies_are_not():

@@ -66,13 +66,32 @@ def load(dtype: torch.dtype) -> Any:
     if os.environ.get("MINILLAMA_KERNELS") == "0" or dtype not in MACROS:
         return None
     try:
-        if torch_private.MISSING is not None:
-            raise BuildError(f"torch {torch.__version__} is not supported: {torch_private.MISSING}")
-        library = _build(MACROS[dtype])
-        return _bind(library, _FOLDER.joinpath("kernels.h").read_text(encoding="utf-8"))
+        return load_or_raise(dtype)
     except BuildError as error:
         _warn_once(str(error))
         return None
+
+
+def load_or_raise(dtype: torch.dtype) -> Any:
+    """Return the C functions for ``dtype``, one of :data:`MACROS`, compiled if need be.
+
+    Raises:
+        BuildError: that is impossible.
+    """
+    if torch_private.MISSING is not None:
+        raise BuildError(f"torch {torch.__version__} is not supported: {torch_private.MISSING}")
+    library = _build(MACROS[dtype])
+    return _bind(library, _FOLDER.joinpath("kernels.h").read_text(encoding="utf-8"))
+
+
+def is_compiled(dtype: torch.dtype) -> bool:
+    """Return whether the kernels for ``dtype`` are in the cache, so that loading is quick."""
+    try:
+        stem, _ = _target(MACROS[dtype])
+        paths = (cache_folder() / "kernels").glob(f"{stem}-*.so")
+        return any(path.name == _name(stem, path) for path in paths)
+    except (BuildError, ConfigError, OSError):
+        return False
 
 
 def forget() -> None:
@@ -133,7 +152,12 @@ def find_compiler() -> list[str]:
     raise BuildError(f"no C compiler was found (tried {tried}); install one, for example gcc")
 
 
-def _build(macro: str) -> ctypes.CDLL:
+def _target(macro: str) -> tuple[str, list[str]]:
+    """Return how the library's file name begins, and the command that compiles it, less its file.
+
+    Raises:
+        BuildError: there is no compiler that works.
+    """
     toolchain = _find_toolchain()
     if isinstance(toolchain, BuildError):
         raise toolchain
@@ -141,6 +165,11 @@ def _build(macro: str) -> ctypes.CDLL:
     parts = (*sources, repr((toolchain.command, macro)).encode(), toolchain.macros)
     stem = f"{macro.lower()}-{_digest(*parts)}"
     command = [*toolchain.command, f"-D{macro}", str(_FOLDER / "kernels.c"), "-lm", "-o"]
+    return stem, command
+
+
+def _build(macro: str) -> ctypes.CDLL:
+    stem, command = _target(macro)
     try:
         folder = cache_folder() / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
