@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from minillama.arguments import check_type, whole_number
 from minillama.config import ModelConfig
 from minillama.config.placement import PLACEMENTS
+from minillama.formatting import html_table
 from minillama.model.attention import Attention
 from minillama.model.kernels import (
     IGNORED,
@@ -212,6 +213,19 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.advance(n_tokens)
         return _times(self.logit_factor, self.final_norm(x_BTD))
+
+    def _repr_html_(self) -> str:
+        """Show a notebook the model's shape; ``print`` shows its modules."""
+        config, norm = self.config, self.config.norm
+        shown = {
+            "parameters": f"{sum(weight.numel() for weight in self.parameters()):,}",
+            "layers × width": f"{config.n_layers} × {config.dim}",
+            "heads": f"{config.n_heads}, of keys and values {config.n_kv_heads}",
+            "norm": f"{norm.kind}, placement {norm.placement}",
+            "vocabulary": f"{config.known_vocab_size:,}",
+            "positions": f"{config.max_seq_len:,}",
+        }
+        return html_table("Transformer", shown.items())
 
     def _check_layers(self, cache: KVCache) -> None:
         """Refuse blocks that were shared, copied or added so that two have one place in a cache."""
