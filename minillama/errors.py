@@ -73,9 +73,18 @@ class UnknownNameError(ConfigError):
 
 
 class DataError(MinillamaError):
-    """The user's text cannot be used as it is."""
+    """The user's text cannot be used as it is.
+
+    Args:
+        message: what is wrong.
+        field: the field or option that names the text, which the message then begins with.
+    """
 
     exit_status = 2
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.message, self.field = message, field
 
 
 class SourceUnreachableError(DataError):

@@ -167,7 +167,7 @@ def test_a_step_changes_every_weight_of_each_peer() -> None:
         assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize(("what", "threads"), [("norm", None), ("norms", 0)])
+@pytest.mark.parametrize(("what", "threads"), [("norm", None), ("norms", 0), ("norms", 10**20)])
 def test_faulty_arguments_are_refused(what: str, threads: int | None) -> None:
     with pytest.raises(ConfigError):
         bench.run(what, None, threads)

@@ -34,6 +34,7 @@ LAYERS = [
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 IMPORTS_IN_FUNCTIONS = {
     "__main__.py",
+    "ablation/stages.py",
     "bench/__init__.py",
     "cli.py",
     "data/files.py",
@@ -44,7 +45,8 @@ IMPORTS_IN_FUNCTIONS = {
 }
 """The entry point handles a Ctrl-C before it loads the command line; a command loads what it needs;
 a run of one process, nothing of torch.distributed's engines; a config is assembled without torch
-unless it begins from a checkpoint; prepared data is used without `datasets` or pyarrow."""
+unless it begins from a checkpoint; prepared data is used without `datasets` or pyarrow; a grid
+without a second stage runs without scipy."""
 UNKNOWN_TO_THE_MODEL = {"RunConfig", "TrainConfig", "OptimConfig", "DataConfig", "TokenizerConfig"}
 
 

@@ -22,6 +22,8 @@ from minillama.ablation.measures import (
     lr_sensitivity,
 )
 from minillama.ablation.results import Results, Run
+from minillama.ablation.sequential import repeated_interval, repeated_p, repeated_tost
+from minillama.ablation.stage_plan import StagePlan
 from minillama.ablation.statistics import (
     ALPHA,
     bca_interval,
@@ -29,13 +31,18 @@ from minillama.ablation.statistics import (
     sign_flip_test,
     t_interval,
     t_test,
-    tost,
 )
 
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The results of one arm; losses are validation losses in nats per token."""
+    """The results of one arm; losses are validation losses in nats per token.
+
+    ``best_lr`` is chosen on the grid's seeds, and with it ``best_loss``, ``best_sd`` and
+    ``best_seeds`` are of the seeds that are compared: fresh ones if the ablation has a second
+    stage.  ``mean_loss``, ``sensitivity``, ``basin`` and ``fates`` are the grid's; ``runs`` and
+    ``losses`` hold both.
+    """
 
     name: str
     baseline: str
@@ -54,6 +61,16 @@ class ArmResult:
     sensitivity: Mapping[int, Sensitivity]
     basin: Basin | None
     fates: Counter[str]
+    grid_runs: Sequence[Run]
+    looks: tuple[int, ...] = ()
+    """Numbers of seeds after which a growing second stage is looked at; empty if it is fixed."""
+    look: int = 0
+    """The number of the last of these looks, from 0."""
+
+    @property
+    def grid_loss(self) -> float:
+        """The lowest mean loss of the grid; NaN before a run has ended."""
+        return min(self.mean_loss.values(), default=math.nan)
 
     def first(self, key: str) -> float:
         """Return a number of the summary that is the same for all runs of the arm."""
@@ -61,8 +78,9 @@ class ArmResult:
         return next((value for value in known if not math.isnan(value)), math.nan)
 
     def mean_at_best(self, key: str) -> float:
-        """Return the mean of a number of the summary over the ended runs at the best LR."""
-        values = [run.figure(key) for run in self.runs if run.lr == self.best_lr and run.ended]
+        """Return the mean of a number of the summary over the runs that are compared."""
+        at_best = [run for run in self.runs if run.lr == self.best_lr]
+        values = [run.figure(key) for run in at_best if run.seed in self.best_seeds]
         known = [value for value in values if math.isfinite(value)]
         return float(np.mean(known)) if known else math.nan
 
@@ -102,6 +120,9 @@ class Interval:
 @dataclass(frozen=True)
 class Comparison:
     """An arm minus its baseline, each at its own best LR, paired by seed.
+
+    If the seeds grow, intervals and p values hold over all looks (see :mod:`.sequential`), and
+    ``bca95`` and ``p_sign``, which do not, are NaN.
 
     Below zero the arm's loss is lower.  ``same_p`` is TOST's: below .05 the two are equivalent
     within the margin.  ``p_holm`` and ``same_holm`` are adjusted for all arms of the report, and so
@@ -148,15 +169,23 @@ def _init_loss(runs: Sequence[Run]) -> float:
 
 
 def _analyse(results: Results, arm: str) -> ArmResult:
-    runs, lrs = results.of_arm(arm), results.lrs_of(arm)
+    runs, lrs, plan = results.of_arm(arm), results.lrs_of(arm), results.plan
+    grid_runs = [run for run in runs if run.seed in results.seeds]
     losses = {(run.lr, run.seed): _loss(run) for run in runs if run.ended}
     mean_loss = {}
     for lr in lrs:
-        at_lr = [loss for (other, _), loss in losses.items() if other == lr]
+        at_lr = [losses[lr, seed] for seed in results.seeds if (lr, seed) in losses]
         if at_lr:
             mean_loss[lr] = float(np.mean(at_lr))
     best_lr = min(mean_loss, key=lambda lr: mean_loss[lr]) if mean_loss else math.nan
-    at_best = {seed: loss for (lr, seed), loss in losses.items() if lr == best_lr}
+    compared, look = results.seeds, 0
+    looks: tuple[int, ...] = ()
+    if plan is not None:
+        best_lr, compared = plan.chosen[arm], plan.seeds
+        if len(plan.looks) > 1:
+            looks, look = plan.looks, _last_look(results, plan)
+            compared = compared[: looks[look]]
+    at_best = {seed: losses[best_lr, seed] for seed in compared if (best_lr, seed) in losses}
     edge = ""
     if len(lrs) > 1 and mean_loss:
         edge = {lrs[0]: "lowest", lrs[-1]: "highest"}.get(best_lr, "")
@@ -177,14 +206,24 @@ def _analyse(results: Results, arm: str) -> ArmResult:
         losses=losses,
         mean_loss=mean_loss,
         best_lr=best_lr,
-        best_loss=mean_loss.get(best_lr, math.nan),
+        best_loss=float(np.mean(list(at_best.values()))) if at_best else math.nan,
         best_sd=float(np.std(list(at_best.values()), ddof=1)) if len(at_best) > 1 else math.nan,
         best_seeds=tuple(sorted(at_best)),
         edge=edge,
         sensitivity=sensitivity,
         basin=lr_basin(list(mean_loss), list(mean_loss.values()), init_loss) if full else None,
-        fates=Counter(run.fate for run in runs),
+        fates=Counter(run.fate for run in grid_runs),
+        grid_runs=grid_runs,
+        looks=looks,
+        look=look,
     )
+
+
+def _last_look(results: Results, plan: StagePlan) -> int:
+    """Return the number of the last look whose cells have all ended, from 0; 0 before the first."""
+    ended = {(run.arm, run.lr, run.seed) for run in results.runs if run.ended}
+    complete = [look for look, n in enumerate(plan.looks) if ended.issuperset(plan.places(n))]
+    return max(complete, default=0)
 
 
 def with_baselines(arms: Sequence[ArmResult]) -> Iterator[tuple[ArmResult, ArmResult]]:
@@ -203,16 +242,18 @@ def compare_arms(arms: Sequence[ArmResult], margin: float) -> list[Comparison]:
         seeds = tuple(s for s in arm.best_seeds if s in baseline.best_seeds)
         if seeds:
             out.append(_compare(arm, baseline, seeds, margin))
+    if not out:
+        return []
     apart, same = holm([c.p_t for c in out]), holm([c.same_p for c in out])
     sensitivity = holm([c.s_p for c in out])
-    level = 1 - ALPHA / max(1, len(out))
+    level, looks, look = 1 - ALPHA / len(out), arms[0].looks, arms[0].look
     return [
         replace(
             c,
             p_holm=apart[i],
             same_holm=same[i],
             s_holm=sensitivity[i],
-            simultaneous95=Interval.of(t_interval(c.differences, level)),
+            simultaneous95=Interval.of(repeated_interval(c.differences, looks, look, level)),
         )
         for i, c in enumerate(out)
     ]
@@ -223,6 +264,7 @@ def _compare(
 ) -> Comparison:
     d = np.array([arm.losses[arm.best_lr, s] - baseline.losses[baseline.best_lr, s] for s in seeds])
 
+    looks, look = arm.looks, arm.look
     both = [s for s in arm.sensitivity if s in baseline.sensitivity]
     s_d = np.array([arm.sensitivity[s].plain - baseline.sensitivity[s].plain for s in both])
 
@@ -234,13 +276,13 @@ def _compare(
         seeds=seeds,
         differences=tuple(d.tolist()),
         mean=float(d.mean()),
-        t95=Interval.of(t_interval(d)),
-        bca95=Interval.of(bca_interval(d)),
-        t90=Interval.of(t_interval(d, 0.90)),
-        p_t=float(t_test(d)),
+        t95=Interval.of(repeated_interval(d, looks, look)),
+        bca95=Interval(math.nan, math.nan) if looks else Interval.of(bca_interval(d)),
+        t90=Interval.of(repeated_interval(d, looks, look, 0.90)),
+        p_t=repeated_p(d, looks, look),
         p_holm=math.nan,
-        p_sign=float(sign_flip_test(d)),
-        same_p=float(tost(d, margin)),
+        p_sign=math.nan if looks else float(sign_flip_test(d)),
+        same_p=repeated_tost(d, looks, look, margin),
         same_holm=math.nan,
         s_mean=float(s_d.mean()) if both else math.nan,
         s_t95=Interval.of(t_interval(s_d)),

@@ -45,7 +45,7 @@ def compare_failures(arms: Sequence[ArmResult]) -> list[FailureComparison]:
     """Compare each arm with its baseline at each learning rate where a run of either failed."""
     out = []
     for arm, baseline in with_baselines(arms):
-        ours, theirs = _failures(arm), _failures(baseline)
+        ours, theirs = failures_by_place(arm), failures_by_place(baseline)
         shared = ours.keys() & theirs.keys()
         for lr in sorted({lr for lr, _ in shared}):
             pairs = [(ours[place], theirs[place]) for place in shared if place[0] == lr]
@@ -71,6 +71,6 @@ def compare_failures(arms: Sequence[ArmResult]) -> list[FailureComparison]:
     return [replace(each, p_holm=p) for each, p in zip(out, adjusted, strict=True)]
 
 
-def _failures(arm: ArmResult) -> dict[tuple[float, int], bool]:
+def failures_by_place(arm: ArmResult) -> dict[tuple[float, int], bool]:
     """Return whether each ended run failed, by its learning rate and seed."""
     return {(run.lr, run.seed): run.fate in FAILED for run in arm.runs if run.ended}

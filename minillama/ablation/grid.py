@@ -95,10 +95,16 @@ def places(config: AblationConfig) -> list[Place]:
     ]
 
 
-def cell_folders(places: Iterable[Place]) -> dict[Place, Path]:
-    """Return the folder of each cell, relative to the ablation's."""
+def cell_folders(places: Iterable[Place], arms: Iterable[str] = ()) -> dict[Place, Path]:
+    """Return the folder of each cell, relative to the ablation's.
+
+    Args:
+        places: of the cells.
+        arms: names of all arms of the ablation, if ``places`` are not those of the whole grid.
+    """
     places = list(places)
-    arm_folders = _arm_folders(list(dict.fromkeys(place.arm for place in places)))
+    names = dict.fromkeys([*arms, *(place.arm for place in places)])
+    arm_folders = _arm_folders(list(names))
     return {
         place: Path("cells") / arm_folders[place.arm] / f"lr-{place.lr:g}" / f"seed-{place.seed}"
         for place in places
@@ -142,8 +148,10 @@ def arms(config: AblationConfig) -> list[Arm]:
     return out
 
 
-def cells(config: AblationConfig) -> list[Cell]:
-    """Return every cell of the grid in the order arm, learning rate, seed.
+def cells(config: AblationConfig, at: Sequence[Place] | None = None) -> list[Cell]:
+    """Return the cells at the places ``at``, in the order arm, learning rate, seed.
+
+    ``at`` may lie outside the grid, with the arms of the config; default: the whole grid.
 
     Raises:
         ConfigError: lists every error of every arm, each under ``arms.NAME: ``; errors of the base
@@ -159,7 +167,7 @@ def cells(config: AblationConfig) -> list[Cell]:
     grid_arms = arms(config)
     names = [arm.name for arm in grid_arms]
     root = Path(config.out_dir)
-    folders = cell_folders(places(config))
+    folders = cell_folders(places(config) if at is None else at, names)
     for arm in grid_arms:
         run, found = None, _forbidden(arm)
         if names.count(arm.name) > 1:

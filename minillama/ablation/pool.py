@@ -68,13 +68,14 @@ class Worker:
 
         Args:
             cell: what to train.
-            began: Unix time from which its starting time counts; None: now.
+            began: when its starting time begins, by ``time.perf_counter()``; None: now.
         """
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            job = {"began": began or time.time(), "config": cell.config.model_dump(mode="json")}
+            began = began or time.perf_counter()
+            job = {"began": began, "config": cell.config.model_dump(mode="json")}
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
@@ -168,7 +169,7 @@ class Pool:
 
     def _serve(self, slot: int) -> None:
         while (cell := self._next_cell()) is not None:
-            began = time.time()
+            began = time.perf_counter()
             self.events.put(cell)
             try:
                 worker = self._worker(slot)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minillama.ablation.grid import Cell
+from minillama.ablation.grid import Cell, Place
 from minillama.ablation.pool import Ended
 from minillama.ablation.results import (
     COLUMNS,
@@ -38,17 +38,40 @@ def is_finished(cell: Cell) -> bool:
 class CellTable:
     """The cells that have ended, as rows of cells.csv, which is rewritten whenever one ends.
 
-    ``rows`` are those of the grid.  Finished cells of an earlier, wider config follow in the file.
+    ``rows`` are those of ``cells``.  Finished cells of an earlier, wider config follow in the file.
     """
 
-    def __init__(self, folder: Path, grid: Sequence[Cell]) -> None:
-        self._folder, self._grid = folder, grid
+    def __init__(self, folder: Path, cells: Sequence[Cell]) -> None:
+        self._folder = folder
+        self.cells: dict[Path, Cell] = {}
         self.rows: dict[Path, dict[str, Any]] = {}
-        for cell in grid:
+        self.extend(cells)
+
+    def extend(self, cells: Sequence[Cell]) -> None:
+        """Add the cells that are not in the table yet, and write it."""
+        new = [cell for cell in cells if cell.folder not in self.cells]
+        if not new:
+            return
+        self.cells |= {cell.folder: cell for cell in new}
+        for cell in new:
             if is_finished(cell):
                 self._add(cell, None)
-        inside = [cell.folder.relative_to(folder) for cell in grid]
-        self._left_out = [table_row(run, folder) for run in read_left_out(folder, inside)]
+        inside = [folder.relative_to(self._folder) for folder in self.cells]
+        left_out = read_left_out(self._folder, inside)
+        self._left_out = [table_row(run, self._folder) for run in left_out]
+        self.write()
+
+    def have_ended(self, cells: Sequence[Cell]) -> bool:
+        """Return whether all these cells have ended, and none of them crashed."""
+        rows = [self.rows.get(cell.folder) for cell in cells]
+        return all(row is not None and row["fate"] != "crashed" for row in rows)
+
+    def ended(self) -> list[Place]:
+        """Return the places of all runs in the folder that have ended, outside the grid as well."""
+        rows = [*self.rows.values(), *self._left_out]
+        return [
+            Place(row["arm"], row["lr"], row["seed"]) for row in rows if row["fate"] != "crashed"
+        ]
 
     def add(self, ended: Ended) -> None:
         """Add a cell that ended or crashed; an interrupted one has no row yet."""
@@ -58,11 +81,11 @@ class CellTable:
         self.write()
 
     def write(self) -> None:
-        """Write the file, its rows in the order of the grid, then those outside it."""
+        """Write the file, its rows in the order of the cells, then those outside them."""
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        rows = [self.rows[cell.folder] for cell in self._grid if cell.folder in self.rows]
+        rows = [self.rows[folder] for folder in self.cells if folder in self.rows]
         writer.writerows(rows + self._left_out)
         with explain_write_errors(self._folder):
             write_atomic(self._folder / "cells.csv", text.getvalue())
@@ -106,21 +129,21 @@ class RunningSession:
 
 
 class Display:
-    """Shows the progress of the whole grid, counted in steps, and a line for each cell that ends.
+    """Shows the progress of a stage, counted in steps, and a line for each cell that ends.
 
     Args:
-        name: of the ablation.
-        grid: all of its cells.
+        name: of the stage.
+        cells: all of its cells.
         table: those that have ended.
         show: False: show nothing.
     """
 
-    def __init__(self, name: str, grid: Sequence[Cell], table: CellTable, show: bool) -> None:
-        self._table, self._n_cells, self._show = table, len(grid), show
-        self._done = {cell.folder: cell.steps for cell in grid if cell.folder in table.rows}
+    def __init__(self, name: str, cells: Sequence[Cell], table: CellTable, show: bool) -> None:
+        self._table, self._cells, self._show = table, cells, show
+        self._done = {cell.folder: cell.steps for cell in cells if cell.folder in table.rows}
         self._running: dict[Path, Cell] = {}
         self._shown = sum(self._done.values())
-        self._bar = ProgressBar(name, sum(cell.steps for cell in grid), self._shown, show=show)
+        self._bar = ProgressBar(name, sum(cell.steps for cell in cells), self._shown, show=show)
         self.print = self._bar.print
 
     def __enter__(self) -> Display:
@@ -148,8 +171,7 @@ class Display:
             what += f", validation loss {row['val_loss']:.4f}"
         if row["seconds"] is not None:
             what += f", {row['seconds']:.0f} s"
-        place = f"[{len(self._table.rows)}/{self._n_cells}]"
-        self._bar.print(f"{place} {cell.arm}, lr {cell.lr:g}, seed {cell.seed}: {what}")
+        self._bar.print(f"[{self._count()}] {cell.arm}, lr {cell.lr:g}, seed {cell.seed}: {what}")
         self.poll()
 
     def poll(self) -> None:
@@ -158,9 +180,13 @@ class Display:
             return
         steps = sum(self._done.values())
         steps += sum(min(_last_step(folder), cell.steps) for folder, cell in self._running.items())
-        text = f"{len(self._table.rows)}/{self._n_cells} cells, {len(self._running)} running"
+        text = f"{self._count()} cells, {len(self._running)} running"
         self._bar.update(text, steps - self._shown)
         self._shown = steps
+
+    def _count(self) -> str:
+        n_ended = sum(cell.folder in self._table.rows for cell in self._cells)
+        return f"{n_ended}/{len(self._cells)}"
 
 
 def _last_step(folder: Path) -> int:

@@ -1,6 +1,6 @@
 """Reads the files of an ablation or of a single run into tables and curves.
 
-    ablation.yaml, cells.csv, sessions.json
+    ablation.yaml, cells.csv, sessions.json, stages.json, hypotheses.json
     cells/<arm>/lr-<lr>/seed-<seed>/{config.yaml, metrics.jsonl, summary.json}
 
 Loads no model and imports no plugin, so a report can be made on any machine.
@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from minillama.ablation.grid import Arm, Place, cell_folders, places
 from minillama.ablation.grid import arms as arms_of
+from minillama.ablation.hypotheses import RecordedHypothesis, read_hypotheses
 from minillama.ablation.measures import gradient_figures, spike_score
+from minillama.ablation.stage_plan import StagePlan, read_plan
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import read_yaml
 from minillama.errors import ConfigError, RunFolderError
@@ -136,7 +138,8 @@ class Session:
 class Results:
     """An ablation's runs in the order of its grid, or a single run.
 
-    ``lrs`` are the learning rates of all arms together, ascending; see :meth:`lrs_of`.
+    ``lrs`` are the learning rates of all arms together, ascending; see :meth:`lrs_of`.  ``seeds``
+    are the grid's.  With a ``plan``, ``runs`` and ``missing`` contain those of its fresh seeds too.
     ``left_out`` are finished runs in the folder that the present config does not have: they count
     nowhere, but are listed, so that a narrower config cannot hide them.
     """
@@ -154,6 +157,14 @@ class Results:
     sessions: tuple[Session, ...] = ()
     grid_arms: Mapping[str, Arm] = field(default_factory=dict)
     left_out: tuple[Run, ...] = ()
+    plan: StagePlan | None = None
+    hypotheses: tuple[RecordedHypothesis, ...] = ()
+    hypothesis_names: frozenset[str] = frozenset()
+    """Those of the present config."""
+
+    def of_grid(self) -> Results:
+        """Return the results with the grid's runs alone, without those of fresh seeds."""
+        return replace(self, runs=tuple(run for run in self.runs if run.seed in self.seeds))
 
     def lrs_of(self, arm: str) -> tuple[float, ...]:
         """Return the learning rates of one arm, ascending."""
@@ -238,7 +249,8 @@ def _read_ablation(folder: Path, read: RunReader) -> Results:
     arms = {arm.name: arm for arm in arms_of(config)}
     errors = _crashes(folder / "cells.csv")
     runs, missing = [], []
-    folders = cell_folders(places(config))
+    plan = read_plan(folder, config)
+    folders = cell_folders([*places(config), *(plan.places() if plan else [])])
     for place, cell in folders.items():
         error = errors.get(place)
         if (folder / cell / "config.yaml").is_file() or error is not None:
@@ -258,6 +270,9 @@ def _read_ablation(folder: Path, read: RunReader) -> Results:
         sessions=read_sessions(folder),
         grid_arms=arms,
         left_out=tuple(read_left_out(folder, folders.values(), read)),
+        plan=plan,
+        hypotheses=read_hypotheses(folder),
+        hypothesis_names=frozenset(each.name for each in config.hypotheses),
     )
 
 

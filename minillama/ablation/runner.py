@@ -2,6 +2,7 @@
 
     cells ──prepare──▶ text and tokenizer, once ──▶ Pool ──▶ cells/…, a row of cells.csv each
 
+A second stage, if the config has one, follows once the whole grid has ended; see ``stages.py``.
 All state is in the cells' folders: a finished cell is not run again and an unfinished one resumes
 from its last save, so after a kill at any moment the same command completes the grid.
 """
@@ -22,10 +23,13 @@ from typing import Protocol
 import numpy as np
 
 from minillama import launch
+from minillama.ablation.estimate import describe_work
 from minillama.ablation.grid import Cell, cells
+from minillama.ablation.hypotheses import hypotheses_of, record_hypotheses
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.progress import CellTable, Display, RunningSession, is_finished
 from minillama.ablation.results import read_results
+from minillama.ablation.stages import batches, most_cells, planned_cells
 from minillama.config.ablation import AblationConfig
 from minillama.config.loading import read_yaml
 from minillama.config.run import deciding_fields, parse_run, to_yaml
@@ -93,8 +97,8 @@ def run(
             threads of each; see :func:`minillama.ablation.ray_runner.run` for another one.
 
     Raises:
-        ConfigError: an arm is wrong or needs more memory than there is, or the folder holds cells
-            of another config.
+        ConfigError: an arm or a hypothesis is wrong, an arm needs more memory than there is, or the
+            folder holds cells, a plan or hypotheses of another config.
         DataError, TokenizerError: the text cannot be used.
         RunFolderError: the folder cannot be written, another ablation is writing into it, or it was
             removed.
@@ -103,57 +107,77 @@ def run(
     """
     started = time.perf_counter()
     grid = cells(config)
+    hypotheses_of(config)
     for cell in grid:
         # Counting the parameters of a user's norm means building it, which only workers should do.
         if is_builtin(cell.config.model.norm.kind):
             refuse_what_cannot_fit(cell.config, pick_device(cell.config.train.device))
     folder = Path(config.out_dir)
     with _lock_folder(folder) as is_in_place:
-        _refuse_changed(grid)
+        planned = planned_cells(config)
+        _refuse_changed([*grid, *planned])
         _prepare_data(grid)
         with explain_write_errors(folder):
             write_atomic(folder / "ablation.yaml", to_yaml(_with_base(config)))
-        table = CellTable(folder, grid)
-        table.write()
-        todo = [cell for cell in _run_order(grid) if cell.folder not in table.rows]
-        if not todo:
-            _log.info("%s: all %d cells are finished already", folder, len(grid))
-            return folder
-        if progress:
-            _log.info("`minillama report %s` shows what has ended so far, at any time", folder)
-        workers, threads = _share_cores(config, grid)
-        with explain_write_errors(folder):
-            for cell in todo:  # not made by the workers, who would make a removed folder again
-                cell.folder.parent.mkdir(parents=True, exist_ok=True)
-        session = RunningSession(folder, workers, threads, time.perf_counter() - started)
-        with (
-            session,
-            StopSignal() as stop,
-            Display(config.name, grid, table, progress) as display,
-            make_pool(todo, workers, threads) as pool,
-        ):
-            for event in _events(pool, stop, display):
-                if not is_in_place():
-                    raise RunFolderError(
-                        f"{folder} was removed, moved or replaced while this ablation was running "
-                        "in it; restore it, and the same command continues"
-                    )
-                if event is None:
+        table = CellTable(folder, [*grid, *planned])
+        record_hypotheses(config, table.ended())
+        shares = _share_cores(config, grid)
+        session: RunningSession | None = None
+        with ExitStack() as stack:
+            stop = stack.enter_context(StopSignal())
+            for batch in batches(config, grid):
+                table.extend(batch.stage_cells)
+                todo = [cell for cell in _run_order(batch.cells) if cell.folder not in table.rows]
+                if not todo:
                     continue
-                if isinstance(event, Cell):
-                    display.started(event)
-                else:
-                    table.add(event)
-                    session.save()
-                    display.ended(event)
-        if stop.requested:
-            raise InterruptedRunError(
-                f"stopped with {len(table.rows)} of {len(grid)} cells ended; the running ones were "
-                "saved, and the same command continues"
-            )
+                with explain_write_errors(folder):
+                    for cell in todo:  # not made by workers, who would make a removed folder again
+                        cell.folder.parent.mkdir(parents=True, exist_ok=True)
+                if session is None:
+                    if progress:
+                        later = [] if planned_cells(config) else most_cells(config)
+                        rows = list(table.rows.values())
+                        _log.info("%s", describe_work(todo, later, rows, shares[0]))
+                        how = "`minillama report %s` shows what has ended so far, at any time"
+                        _log.info(how, folder)
+                    session = RunningSession(folder, *shares, time.perf_counter() - started)
+                    stack.enter_context(session)
+                with (
+                    Display(batch.name, batch.stage_cells, table, progress) as display,
+                    make_pool(todo, *shares) as pool,
+                ):
+                    for event in _events(pool, stop, display):
+                        if not is_in_place():
+                            raise RunFolderError(
+                                f"{folder} was removed, moved or replaced while this ablation was "
+                                "running in it; restore it, and the same command continues"
+                            )
+                        if event is not None:
+                            _record(event, display, table, session)
+                if stop.requested:
+                    raise InterruptedRunError(
+                        f"stopped with {len(table.rows)} of {len(table.cells)} cells ended; the "
+                        "running ones were saved, and the same command continues"
+                    )
+                if not table.have_ended(batch.cells):  # they decide what the next stage runs
+                    break
+        if session is None:
+            _log.info("%s: all %d cells are finished already", folder, len(table.cells))
     if all(row["fate"] == "crashed" for row in table.rows.values()):
         check_crashes(folder)
     return folder
+
+
+def _record(
+    event: Cell | Ended, display: Display, table: CellTable, session: RunningSession
+) -> None:
+    """Show and record that a cell was started or has ended."""
+    if isinstance(event, Cell):
+        display.started(event)
+    else:
+        table.add(event)
+        session.save()
+        display.ended(event)
 
 
 def check_crashes(folder: Path) -> None:
@@ -179,19 +203,32 @@ def check_crashes(folder: Path) -> None:
 def dry_run(config: AblationConfig) -> str:
     """Return the cells, their tokens and an estimate of the time, from real steps of each arm.
 
+    A second stage whose rates are not chosen yet counts with as many cells as it may have.
+
     Raises:
         ConfigError, DataError, TokenizerError, RunFolderError: as :func:`run`.
     """
     grid = cells(config)
-    _refuse_changed(grid)
+    hypotheses_of(config)
+    planned = planned_cells(config)
+    known = [*grid, *planned]
+    _refuse_changed(known)
     _prepare_data(grid)
-    todo = [cell for cell in grid if not is_finished(cell)]
+    todo = [cell for cell in known if not is_finished(cell)]
     lines = [
         f"{cell.folder}: {cell.tokens:,} tokens" + ("" if cell in todo else ", finished already")
-        for cell in grid
+        for cell in known
     ]
     tokens = sum(cell.tokens for cell in todo)
-    lines.append(f"{len(todo)} of {len(grid)} cells to run, {tokens:,} tokens")
+    lines.append(f"{len(todo)} of {len(known)} cells to run, {tokens:,} tokens")
+    if config.stages and not planned:
+        later = most_cells(config)
+        tokens = sum(cell.tokens for cell in later)
+        lines.append(
+            f"then at most {len(later)} cells with fresh seeds at the rates that are best in the "
+            f"grid ({config.stages[1].rates}), {tokens:,} tokens"
+        )
+        todo += later
     if todo:
         workers, threads = _share_cores(config, grid)
         workers = workers or 1

@@ -2,7 +2,8 @@
 
     parent ──a cell as one line of JSON──▶ stdin │ worker │ stdout ──how it ended──▶ parent
 
-A cell is its ``config`` and ``began``, the Unix time at which the parent gave it out.
+A cell is its ``config`` and ``began``: when the parent gave it out, by ``time.perf_counter()``, a
+clock that all processes of a machine share and that is never set back.
 
 The end of stdin means: save what is being trained, then exit.  It comes when the parent closes the
 pipe and also when the parent dies, so no worker outlives its parent.

@@ -6,11 +6,12 @@ Each module holds one; peers come with the ``bench`` extra.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from minillama.errors import ConfigError, MinillamaError, RunFolderError, missing_extra
+from minillama.files import write_atomic
+from minillama.launch import usable_cpus
 
 BENCHMARKS = ("norms", "step", "memory", "decode", "ablation", "gpu")
 
@@ -24,23 +25,24 @@ def run(what: str, out_json: str | None = None, threads: int | None = None) -> s
         threads: torch's number of threads; None is 1, and then all cores.
 
     Raises:
-        ConfigError: there is no such benchmark, the number of threads is not positive, or a peer is
-            not installed.
+        ConfigError: there is no such benchmark, there are not so many CPUs, or a peer is not
+            installed.
         RunFolderError: ``out_json`` cannot be written.
         MinillamaError: what the benchmark checks is wrong; the message is the table.
     """
     if what not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {what!r}; valid: {', '.join(BENCHMARKS)}")
-    if threads is not None and threads < 1:
-        raise ConfigError(f"--threads {threads}: must be at least 1")
+    cpus = usable_cpus()
+    if threads is not None and not 1 <= threads <= cpus:
+        raise ConfigError(f"--threads {threads}: must be 1 to {cpus}, the CPUs that may be used")
     try:
         module = _module(what)
     except ModuleNotFoundError as error:
         raise missing_extra(str(error.name), f"the benchmark {what!r}", "bench") from None
-    result = module.bench([threads] if threads else sorted({1, os.cpu_count() or 1}))
+    result = module.bench([threads] if threads else sorted({1, cpus}))
     if out_json is not None:
         try:
-            Path(out_json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            write_atomic(Path(out_json), json.dumps(result, indent=2) + "\n")
         except OSError as error:
             raise RunFolderError(
                 f"{out_json} cannot be written: {error.strerror}; choose another --json file"

@@ -7,14 +7,13 @@ in bits per byte on the same text.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic_core import PydanticUndefined
 
-from minillama.commands.runs import RunState, read_state
+from minillama.commands.runs import RunState, number, read_state
 from minillama.config.loading import fields_of, flatten
 from minillama.config.run import RunConfig
 from minillama.errors import ConfigError
@@ -89,7 +88,7 @@ def compare(folders: Sequence[str], *, as_json: bool) -> str:
                 "config": differing,
                 "results": [
                     {"fate": state.fate, "steps": state.steps}
-                    | {figure.key: _finite(_value(state, figure.key)) for figure in FIGURES}
+                    | {figure.key: _value(state, figure.key) for figure in FIGURES}
                     for state in states
                 ],
                 "comparable": comparable._asdict(),
@@ -187,13 +186,7 @@ def _notes(states: Sequence[RunState], comparable: Comparable) -> list[str]:
 
 
 def _value(state: RunState, key: str) -> float | None:
-    value = state.val_loss if key == "val_loss" else state.summary.get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and value is not None else None
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    return state.val_loss if key == "val_loss" else number(state.summary.get(key))
 
 
 def _shown(value: Any) -> str:

@@ -87,7 +87,7 @@ def evaluate_text(
         model,
         tokens,
         n_bytes=n_bytes,
-        seq_len=seq_len or config.data.seq_len,
+        seq_len=config.data.seq_len if seq_len is None else seq_len,
         batch_size=batch_size,
     )
     if as_json:
@@ -109,8 +109,9 @@ def _documents_of(text: str, config: RunConfig) -> list[str]:
     try:
         return list(read_documents(FilesSource(kind="files", files=[text], text_field=column)))
     except DataError as error:
-        message = str(error).replace("data.source.files", "--text")
-        raise type(error)(message) from error
+        if error.field:
+            raise type(error)(error.message, "--text") from error
+        raise
 
 
 def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> NDArray[np.uint32]:

@@ -11,13 +11,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from minillama.ablation.grid import places
+from minillama.ablation.stage_plan import read_plan
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import get_path, read_yaml
-from minillama.errors import ConfigError
+from minillama.errors import ConfigError, RunFolderError
 from minillama.files import is_locked
 from minillama.formatting import MISSING, format_number, text_table
 from minillama.training.metrics import last_line
@@ -59,7 +61,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run as its files show it; ``summary`` is empty while it is running or was killed."""
+    """A run as its files show it; ``summary`` is empty while it is running or was killed.
+
+    Of the summary's entries, those that hold a list or a mapping are left out.
+    """
 
     folder: Path
     name: str
@@ -79,7 +84,9 @@ def list_runs(folder: str, *, as_json: bool) -> str:
     root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"there is no folder {folder}; `minillama train tiny` makes runs/tiny")
-    entries = sorted(find_entries(root), key=lambda entry: entry.changed, reverse=True)
+    entries = sorted(
+        map(read_entry, find_folders(root)), key=lambda entry: entry.changed, reverse=True
+    )
     if as_json:
         return json.dumps([asdict(entry) for entry in entries], indent=2)
     if not entries:
@@ -102,20 +109,35 @@ def _row(entry: Entry) -> tuple[str, ...]:
     )
 
 
-def find_entries(folder: Path, depth: int = DEPTH) -> Iterator[Entry]:
-    """Yield what is in ``folder``: itself, or the runs and ablations below it."""
-    if (folder / "ablation.yaml").is_file():
-        yield _ablation(folder)
-    elif (folder / "config.yaml").is_file():
-        yield _run(folder)
-    elif depth:
+def find_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yield ``folder`` itself, or the folders of the runs and ablations below it, each once.
+
+    A link may lead to a folder that is found elsewhere, or around in a circle.
+    """
+    seen: set[Path] = set()
+
+    def below(folder: Path, depth: int) -> Iterator[Path]:
         try:
+            real = folder.resolve()
             inner = sorted(path for path in folder.iterdir() if path.is_dir())
-        except OSError:  # it may not be read
+        except (OSError, RuntimeError):  # it may not be read, or is a link to itself
             return
-        for path in inner:
-            if not path.name.startswith("."):
-                yield from find_entries(path, depth - 1)
+        if real in seen:
+            return
+        seen.add(real)
+        if any((folder / name).is_file() for name in ("ablation.yaml", "config.yaml")):
+            yield folder
+        elif depth:
+            for path in inner:
+                if not path.name.startswith("."):
+                    yield from below(path, depth - 1)
+
+    return below(folder, depth)
+
+
+def read_entry(folder: Path) -> Entry:
+    """Read how the run or ablation in ``folder`` stands, for the list."""
+    return _ablation(folder) if (folder / "ablation.yaml").is_file() else _run(folder)
 
 
 def read_state(folder: Path) -> RunState:
@@ -124,22 +146,26 @@ def read_state(folder: Path) -> RunState:
     Raises:
         ConfigError: it contains no run, or its config is damaged.
     """
-    config = read_yaml(folder)
+    config = _read_config(folder, _written_at(folder / "config.yaml"))
     summary = _read_summary(folder / "summary.json")
     metrics = folder / "metrics.jsonl"
     if is_locked(folder / ".lock"):
         fate = "running"
     else:
         fate = str(summary.get("fate")) if summary.get("finished") else "unfinished"
-    val_loss, steps = summary.get("val_loss"), summary.get("steps")
+    val_loss, steps = number(summary.get("val_loss")), number(summary.get("steps"))
     if val_loss is None and not summary.get("finished"):
-        val_loss = (last_line(metrics, "val_loss") or {}).get("val_loss")
+        val_loss = number((last_line(metrics, "val_loss") or {}).get("val_loss"))
     if steps is None:
-        steps = (last_line(metrics, "loss") or {}).get("step", 0)
-    if val_loss is not None and not math.isfinite(val_loss):
-        val_loss = None
+        steps = number((last_line(metrics, "loss") or {}).get("step"))
     name = str(config.get("name", folder.name))
-    return RunState(folder, name, fate, val_loss, int(steps), config, summary)
+    return RunState(folder, name, fate, val_loss, int(steps or 0), config, summary)
+
+
+def number(value: Any) -> float | None:
+    """Return ``value`` if it is a finite number; a file may hold anything."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
 
 
 def _run(folder: Path) -> Entry:
@@ -164,16 +190,17 @@ def _run(folder: Path) -> Entry:
 def _ablation(folder: Path) -> Entry:
     try:
         config = load_ablation(folder / "ablation.yaml")
+        plan = read_plan(folder, config)
         with (folder / "cells.csv").open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
             fates = [row["fate"] for row in rows if row.get("in_grid") != "False"]
     except FileNotFoundError:  # no cell has ended
         fates = []
-    except (ConfigError, OSError, ValueError, KeyError):
+    except (ConfigError, RunFolderError, OSError, ValueError, KeyError):
         place = str(folder)
         return Entry("ablation", folder.name, place, "damaged", None, 0, None, 0, _changed(folder))
     crashed = fates.count("crashed")
-    done, total = len(fates) - crashed, len(places(config))
+    done, total = len(fates) - crashed, len(places(config)) + len(plan.places() if plan else [])
     fate = "finished" if done == total else "unfinished"
     if is_locked(folder / ".lock"):
         fate = "running"
@@ -183,14 +210,29 @@ def _ablation(folder: Path) -> Entry:
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
+    """Return the entries of a summary.json that are texts, numbers or truth values."""
     try:
         summary = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return summary if isinstance(summary, dict) else {}
+    entries = summary.items() if isinstance(summary, dict) else ()
+    return {key: value for key, value in entries if not isinstance(value, list | dict)}
+
+
+@lru_cache(maxsize=10_000)
+def _read_config(folder: Path, written_at: int) -> dict[str, Any]:
+    """Read a config once, however often a page asks: YAML takes most of the time of an entry."""
+    return read_yaml(folder)
+
+
+def _written_at(path: Path) -> int:
+    """Return when the file was last written, in ns since 1970; 0 if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # it was not written, or has just been removed
+        return 0
 
 
 def _changed(folder: Path) -> str:
-    paths = (folder / name for name in _WRITTEN)
-    times = [path.stat().st_mtime for path in paths if path.is_file()]
-    return datetime.fromtimestamp(max(times)).astimezone().isoformat(timespec="seconds")
+    seconds = max(_written_at(folder / name) for name in _WRITTEN) / 1e9
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")

@@ -15,9 +15,9 @@ from minillama.config.fields import (
     PathText,
     Positive,
     PositiveFloat,
-    Seed,
     expand_home,
 )
+from minillama.config.hypotheses import Hypothesis
 from minillama.config.loading import (
     Section,
     check,
@@ -31,6 +31,7 @@ from minillama.config.loading import (
 )
 from minillama.config.run import OWNED_BY_KIND, RunConfig, without_derived
 from minillama.config.shipped import find_config
+from minillama.config.stages import ComparisonStage, GridStage
 from minillama.errors import ConfigError, FieldError
 from minillama.registry import unknown_name
 
@@ -102,11 +103,30 @@ class AblationConfig(Section):
     )
     baseline: str = Field(description="the arm that the others are compared with")
     lr: Annotated[list[PositiveFloat], Field(min_length=1)]
-    seeds: list[Seed] = Field([0], min_length=1)
+    seeds: list[NonNegative] = Field([0], min_length=1)
+    stages: tuple[GridStage, ComparisonStage] | None = Field(
+        None,
+        description="two: the whole grid, {seeds: [0, 1, 2]}, then each arm at its best rate on "
+        "fresh seeds, {seeds: 24, rates: best_and_neighbours}; takes the place of seeds",
+    )
     margin: PositiveFloat = Field(
         0.02, description="nats within which two losses count as the same (equivalence test)"
     )
+    hypotheses: list[Hypothesis] = Field(
+        default_factory=list,
+        description="what is expected, recorded before the first cell; the report tells it apart "
+        "from what was found afterwards",
+    )
     runner: RunnerConfig = RunnerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_stage(cls, raw: Any) -> Any:
+        """Take ``seeds`` from the first stage; if both are set, they are compared afterwards."""
+        stages = raw.get("stages") if isinstance(raw, dict) else None
+        if isinstance(stages, list) and stages and isinstance(stages[0], dict):
+            return {"seeds": stages[0].get("seeds"), **raw}
+        return raw
 
     @field_validator("arms", mode="before")
     @classmethod
@@ -128,6 +148,13 @@ class AblationConfig(Section):
             names = [f"{value:g}" if path == "lr" else repr(value) for value in values]
             if len(set(names)) < len(names):
                 errors.append(FieldError(path, values, "names a value twice"))
+        claimed = [each.name for each in self.hypotheses]
+        if len(set(claimed)) < len(claimed):
+            errors.append(FieldError("hypotheses", claimed, "names one twice"))
+        if self.stages and self.stages[0].seeds != self.seeds:
+            first = self.stages[0].seeds
+            rule = f"differs from the first stage's {first}; set both alike, or leave it out"
+            errors.append(FieldError("seeds", self.seeds, rule))
         refuse(errors)
         return self
 

@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from minillama.config.loading import NotBool
+from minillama.config.loading import LARGEST, NotBool
 
-Positive = Annotated[int, NotBool, Field(gt=0)]
-NonNegative = Annotated[int, NotBool, Field(ge=0)]
-Seed = Annotated[int, NotBool, Field(ge=0, lt=2**63)]  # what a torch.Generator takes
+Positive = Annotated[int, NotBool, Field(gt=0, le=LARGEST)]
+NonNegative = Annotated[int, NotBool, Field(ge=0, le=LARGEST)]
 PositiveFloat = Annotated[float, NotBool, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, NotBool, Field(ge=0, allow_inf_nan=False)]
 Factor = Annotated[float, NotBool, Field(ge=1, allow_inf_nan=False)]

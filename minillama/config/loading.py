@@ -7,6 +7,7 @@ This module knows the fields of no config.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -66,6 +67,10 @@ def derived(
         description=description,
         json_schema_extra=json_schema_extra,
     )
+
+
+LARGEST = 2**63 - 1
+"""Of the whole numbers that torch, numpy and sizes of files can hold."""
 
 
 def _reject_bool(value: Any) -> Any:
@@ -411,6 +416,8 @@ def _rule(model: type[BaseModel], error: ErrorDetails, path: str, siblings: list
         return str(context["error"])
     if kind == "string_pattern_mismatch":
         return f"does not match {context['pattern']}"
+    if kind == "int_parsing_size" or context.get("le") == LARGEST:
+        return f"must be at most {LARGEST:,}"  # pydantic's own message rounds it
     message = error["msg"].removeprefix("Input ").removeprefix("Value ")
     return message[0].lower() + message[1:]
 
@@ -449,6 +456,18 @@ def _innermost(raw: Any, path: str) -> str:
     return ".".join(present)
 
 
+def _not_unicode(raw: Mapping[str, Any]) -> list[FieldError]:
+    """Return the errors of texts that hold bytes which Python could not decode."""
+    errors = []
+    for path, value in flatten(raw).items():
+        try:
+            json.dumps([str(path), value], ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            rule = "holds bytes that are not UTF-8; rename it, or set LC_ALL=C.UTF-8"
+            errors.append(FieldError(path, value, rule))
+    return errors
+
+
 SectionT = TypeVar("SectionT", bound=Section)
 
 
@@ -461,9 +480,11 @@ def check(model: type[SectionT], raw: Mapping[str, Any], where: str) -> SectionT
     Raises:
         ConfigError: with every error; ``where`` names the file in its message.
     """
-    errors: list[FieldError] = []
     rest: dict[str, Any] = json_copy(raw)
-    dropped: set[str] = set()
+    errors = _not_unicode(rest)
+    dropped = {error.path for error in errors}
+    for path in dropped:
+        delete_path(rest, path)
 
     def is_present(path: str) -> bool:
         return bool(path) and _innermost(rest, path) == path

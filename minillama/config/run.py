@@ -35,7 +35,6 @@ from minillama.config.fields import (
     PathText,
     Positive,
     PositiveFloat,
-    Seed,
 )
 from minillama.config.loading import (
     NotBool,
@@ -201,7 +200,7 @@ class DataConfig(Section):
     val_fraction: Annotated[float, NotBool, Field(gt=0, lt=1)] = Field(
         0.05, description="share of the text's bytes that is held out"
     )
-    split_seed: Seed = Field(
+    split_seed: NonNegative = Field(
         0,
         description="shuffles documents before the split; not train.seed, so that runs with "
         "different seeds are judged on the same held-out text",
@@ -318,7 +317,7 @@ class TrainConfig(Section):
         lambda train: train["batch_size"],
         "windows in a forward pass; gradients of a step add up; default: batch_size",
     )
-    seed: Seed = Field(0, description="of initial weights and of the order of batches")
+    seed: NonNegative = Field(0, description="of initial weights and of the order of batches")
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = Field(
         "auto", json_schema_extra=RESUMABLE
     )

@@ -75,6 +75,8 @@ _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _URL_TIMEOUT = 10.0  # seconds without an answer
 _DOWNLOADED_AT_ONCE = 1 << 16  # bytes
 
+_FIELD = "data.source.files"
+
 _LOGGER = logging.getLogger("minillama")
 
 
@@ -143,19 +145,16 @@ def _matching(path: Path) -> list[Path]:
         mode = path.stat().st_mode
     except OSError as error:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise DataError(f"data.source.files: cannot read {path}: {error.strerror}") from error
+            raise DataError(f"cannot read {path}: {error.strerror}", _FIELD) from error
         mode = 0
     if stat.S_ISREG(mode):
         return [path]
     if stat.S_ISDIR(mode):
-        raise DataError(
-            f"data.source.files: {path} is a folder; name its files, as in {path}/*.txt"
-        )
+        raise DataError(f"{path} is a folder; name its files, as in {path}/*.txt", _FIELD)
     if mode:
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
         raise DataError(
-            f"data.source.files: {path} is {kind}, and data is read more than once; save it to a "
-            "file first"
+            f"{path} is {kind}, and data is read more than once; save it to a file first", _FIELD
         )
     matches: list[Path] = []
     if any(sign in str(path) for sign in "*?["):
@@ -163,7 +162,7 @@ def _matching(path: Path) -> list[Path]:
         pattern = str(path.relative_to(path.anchor))
         matches = sorted(match for match in root.glob(pattern) if match.is_file())
     if not matches:
-        raise DataError(f"data.source.files: no such file: {path} (seen from {Path.cwd()})")
+        raise DataError(f"no such file: {path} (seen from {Path.cwd()})", _FIELD)
     return matches
 
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from minillama.data.tokenizer_base import Tokenizer, check_text
 from minillama.errors import TokenizerError
+from minillama.files import write_atomic
 
 try:
     import tokenizers
@@ -110,8 +111,8 @@ class JsonTokenizer(Tokenizer):
         return str(self._tokenizer.id_to_token(number))
 
     def save(self, path: Path) -> None:
-        """Write the file."""
-        path.write_bytes(self._content)
+        """Write the file atomically."""
+        write_atomic(path, self._content)
 
 
 class NoTokenizer(Tokenizer):

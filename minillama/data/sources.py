@@ -92,7 +92,7 @@ def no_text(source: Source) -> DataError:
         return DataError("data.source.kind=pydocs: this Python's library has no docstrings")
     if isinstance(source, FilesSource):
         column = "" if source.format == "text" else f" in column {source.text_field!r}"
-        return DataError(f"data.source.files: no text{column} in {', '.join(source.files)}")
+        return DataError(f"no text{column} in {', '.join(source.files)}", "data.source.files")
     return DataError(f"data set {source.path!r} holds no text in column {source.text_field!r}")
 
 

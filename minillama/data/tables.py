@@ -165,7 +165,7 @@ def open_files(source: FilesSource) -> Tables:
         else:
             _LOGGER.warning("%s is empty and is skipped", name)
     if not tables:
-        raise DataError(f"data.source.files: no text in {', '.join(source.files)}; add some")
+        raise DataError(f"no text in {', '.join(source.files)}; add some", "data.source.files")
     return Tables(source.text_field, tables)
 
 

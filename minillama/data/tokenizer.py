@@ -25,6 +25,7 @@ from minillama.config.run import BYTE_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE, TokenizerC
 from minillama.data.imported_tokenizers import JsonTokenizer, NoTokenizer
 from minillama.data.tokenizer_base import Tokenizer, check_text
 from minillama.errors import TokenizerError
+from minillama.files import write_atomic
 
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
 _FIRST_BYTE_ID = 3
@@ -127,8 +128,8 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self._processor.decode([i for i in ids if i not in self._special]))
 
     def save(self, path: Path) -> None:
-        """Write the model file."""
-        path.write_bytes(self._model)
+        """Write the model file atomically."""
+        write_atomic(path, self._model)
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:

@@ -19,7 +19,7 @@ from minillama.model.kernels import attend, causal_attention
 from minillama.model.kv_cache import KVCache
 from minillama.model.ngpt import LearnedScale
 from minillama.model.norms import L2Norm, RMSNorm, build_norm
-from minillama.model.projection import Linear, packed_linear
+from minillama.model.projection import packed_linear
 from minillama.model.rope import Rotation, rotate
 
 
@@ -45,7 +45,7 @@ class Attention(nn.Module):
     q_norm: nn.Module
     k_norm: nn.Module
     v_norm: nn.Module
-    g_proj: Linear | None
+    g_proj: nn.Linear | None
     qk_scale: LearnedScale | None
 
     def __init__(self, config: ModelConfig, layer: int = 0, *, qkv_norm: bool = False) -> None:
@@ -56,10 +56,10 @@ class Attention(nn.Module):
         self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.head_dim
         q_dim, kv_dim = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        self.q_proj = Linear(config.dim, q_dim)
-        self.k_proj = Linear(config.dim, kv_dim)
-        self.v_proj = Linear(config.dim, kv_dim)
-        self.o_proj = Linear(q_dim, config.dim)
+        self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
         self.qk_norm = config.norm.qk_norm
         self.qkv_norm = qkv_norm
         if qkv_norm and self.qk_norm != "none":
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         self.g_proj = None
         if config.attention_gate != "none":
             by_head = config.attention_gate == "head"
-            self.g_proj = Linear(config.dim, self.n_heads if by_head else q_dim)
+            self.g_proj = nn.Linear(config.dim, self.n_heads if by_head else q_dim, bias=False)
 
     def heads(self, x_BTD: Tensor) -> Tensor:
         """Return all heads of queries, keys and values, normed, (B, T, H + 2G, K)."""
@@ -144,7 +144,6 @@ class Attention(nn.Module):
             causal = mask is None and q_BHTK.shape[2] > 1
             y_BTHK = attend(q_BHTK, k_BGSK, v_BGSK, mask, is_causal=causal).transpose(1, 2)
         if self.g_proj is not None:
-            gate = torch.sigmoid(self.g_proj(x_BTD))
+            gate = torch.sigmoid(packed_linear(x_BTD, self.g_proj))
             y_BTHK = y_BTHK * torch.unflatten(gate, -1, (self.n_heads, -1))
-        out_BTD: Tensor = self.o_proj(y_BTHK.flatten(2))
-        return out_BTD
+        return packed_linear(y_BTHK.flatten(2), self.o_proj)

@@ -15,7 +15,7 @@ from minillama.model.kernels import FusedDecoder, Layer
 from minillama.model.kv_cache import KVCache
 from minillama.model.mlp import MLP
 from minillama.model.norms import RMSNorm
-from minillama.model.projection import Linear, is_hooked
+from minillama.model.projection import are_plain, is_hooked
 from minillama.model.transformer import Block, Transformer
 
 
@@ -109,7 +109,7 @@ def _layer(
         attention_gain is None
         or mlp_gain is None
         or not all(type(norm) is nn.Identity for norm in around)
-        or not all(type(projection) is Linear for projection in projections)
+        or not are_plain(*projections)
         or not all(type(norm) is nn.Identity for norm in attention_norms)
         or attention.g_proj is not None
         or (block.s, block.alpha, block.a, block.output_scale) != (1, 1, None, 1)

@@ -15,7 +15,7 @@ from minillama.config import ModelConfig
 from minillama.config.placement import PLACEMENTS
 from minillama.model.kernels import gated_mlp, swiglu
 from minillama.model.ngpt import LearnedScale, scale_rows
-from minillama.model.projection import Linear, are_plain, packed_linear
+from minillama.model.projection import are_plain, packed_linear
 
 
 class MLP(nn.Module):
@@ -30,9 +30,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         check_type("config", config, ModelConfig)
-        self.gate_proj = Linear(config.dim, config.ffn_dim)
-        self.up_proj = Linear(config.dim, config.ffn_dim)
-        self.down_proj = Linear(config.ffn_dim, config.dim)
+        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
         self.gate_scale = self.up_scale = None
         if PLACEMENTS.get(config.norm.placement).unit_weights:
             self.gate_scale = LearnedScale(config.ffn_dim, start=math.sqrt(config.dim), stored=1.0)
@@ -53,5 +53,4 @@ class MLP(nn.Module):
         packed = packed_linear(x_BTD, gate, up)
         if self.gate_scale is not None and self.up_scale is not None:
             packed = packed * torch.cat((self.gate_scale(), self.up_scale()))
-        y_BTD: Tensor = down(swiglu(packed))
-        return y_BTD
+        return packed_linear(swiglu(packed), down)

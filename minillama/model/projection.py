@@ -9,31 +9,27 @@ from minillama.model.kernels import linear
 from minillama.model.kernels.torch_private import has_global_hooks
 
 
-class Linear(nn.Linear):
-    """x·Wᵀ, as fast as the machine allows (:mod:`minillama.model.kernels.linear`)."""
-
-    def __init__(self, n_in: int, n_out: int) -> None:
-        super().__init__(n_in, n_out, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in) to (..., out)."""
-        return linear(x, self.weight)
-
-
 def packed_linear(x: Tensor, *layers: nn.Module) -> Tensor:
     """Return [layer₁(x), layer₂(x), …] joined along the last dimension.
 
-    One product computes all, unless a layer is more than its weight: hooked, replaced (an adapter,
-    a quantized layer) or given another ``forward``.
+    One product computes all (:mod:`minillama.model.kernels.linear`), unless a layer is more than
+    its weight: hooked, replaced (an adapter), quantized or given another ``forward``.
     """
     if are_plain(*layers):
-        return linear(x, *(layer.weight for layer in layers if isinstance(layer, Linear)))
-    return torch.cat([layer(x) for layer in layers], dim=-1)
+        return linear(x, *(layer.weight for layer in layers if isinstance(layer, nn.Linear)))
+    outputs: list[Tensor] = [layer(x) for layer in layers]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 def are_plain(*layers: nn.Module) -> bool:
     """Return whether each layer is only a product with its weight."""
-    return all(type(layer) is Linear and not is_hooked(layer) for layer in layers)
+    return all(
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and type(layer.weight) in (nn.Parameter, Tensor)  # torchao puts a subclass in its place
+        and not is_hooked(layer)
+        for layer in layers
+    )
 
 
 def is_hooked(layer: nn.Module) -> bool:

@@ -39,7 +39,7 @@ from minillama.model.parametrization import (
     initial_std,
     width_ratio,
 )
-from minillama.model.projection import Linear, are_plain
+from minillama.model.projection import are_plain
 from minillama.model.rope import RotaryEmbedding, Rotation
 
 
@@ -166,7 +166,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.final_norm = build_norm(norm, config.dim, "final") if has_final_norm else nn.Identity()
         if not config.tie_embeddings:
-            self.lm_head = Linear(config.dim, vocab_size)
+            self.lm_head = nn.Linear(config.dim, vocab_size, bias=False)
         self.logit_factor = 1 / width_ratio(config)
         self.logit_scale = None
         if self.has_unit_weights:

@@ -59,7 +59,7 @@ def plan(
             f"--gpus = {n_gpus}: train.batch_size = {train.batch_size} is less than one window for "
             "each; raise it, or use fewer GPUs"
         )
-    device = _device(config, gpu)
+    device = device_of(config, gpu)
     count, compute = count_parameters(config.model), count_flops(config)
     modes: list[Parallel] = ["none"] if n_gpus == 1 else ["none", "ddp", "fsdp"]
     return {
@@ -89,7 +89,8 @@ def plan(
     }
 
 
-def _device(config: RunConfig, name: str | None) -> Device:
+def device_of(config: RunConfig, name: str | None) -> Device:
+    """Return the device called ``name``; None: this machine's GPU if it is known, else its CPU."""
     if name is None:
         here = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
         # The longest name first: an L40S is no L4.

@@ -113,7 +113,7 @@ def train(
             path: continue from this checkpoint of the run folder, and remove the later ones.
         overwrite: replace the run in the folder.
         progress: show a progress bar on stderr.
-        began: when the run was asked for, by ``time.time()``; None: now.
+        began: when the run was asked for, by ``time.perf_counter()``; None: now.
 
     Raises:
         ConfigError: the folder contains a run and neither flag is given; a resumed run differs in a
@@ -126,7 +126,7 @@ def train(
         MinillamaError: code of the user called ``sys.exit``.
     """
     check_type("config", config, RunConfig)
-    began = time.time() if began is None else began
+    began = time.perf_counter() if began is None else began
     torch.set_num_threads(min(torch.get_num_threads(), launch.usable_cpus()))
     try:
         config = assemble(config)
@@ -136,7 +136,7 @@ def train(
                 if summary is not None:
                     return summary
                 trainer = _build_trainer(config, ranks, folder, checkpoint)
-            trainer.progress.starting_seconds += time.time() - began
+            trainer.progress.starting_seconds += time.perf_counter() - began
             return trainer.fit(progress)
     except SystemExit as error:
         place = traceback.extract_tb(error.__traceback__)[-1]

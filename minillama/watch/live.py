@@ -210,7 +210,8 @@ def _seconds_left(results: Results, running: list[Run], n_waiting: int) -> float
         if not done or not steps:
             left += per_cell
             continue
-        whole = per_cell if math.isfinite(per_cell) else (time.time() - began) * steps / done
+        so_far = max(0.0, time.time() - began)  # the clock may have been set back
+        whole = per_cell if math.isfinite(per_cell) else so_far * steps / done
         left += whole * (1 - min(1.0, done / steps))
         per_cell = whole if math.isnan(per_cell) else per_cell
     left += n_waiting * per_cell if n_waiting else 0.0

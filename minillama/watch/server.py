@@ -36,7 +36,7 @@ from plotly.offline import get_plotlyjs
 from minillama import launch
 from minillama.ablation import report
 from minillama.ablation.report.page import CAPTIONS, template_environment
-from minillama.commands.runs import find_entries
+from minillama.commands.runs import find_folders, read_entry
 from minillama.errors import ConfigError, MinillamaError
 from minillama.watch.live import LiveFolder
 
@@ -99,24 +99,21 @@ class WatchServer(ThreadingHTTPServer):
         """Return the folder called ``name`` in the list; an empty name is the root itself."""
         if not name:
             return self.root if _holds_results(self.root) else None
-        return {each["name"]: self.root / each["name"] for each in self.index()}.get(name)
+        return {self._name(folder): folder for folder in self._folders()}.get(name)
 
     def index(self) -> list[dict[str, Any]]:
-        """Return what ``minillama runs`` lists, for JSON, each named by its path below the root.
+        """Return what ``minillama runs`` lists, for JSON, each named by its path below the root."""
+        entries = {self._name(folder): read_entry(folder) for folder in self._folders()}
+        newest_first = sorted(entries.items(), key=lambda item: item[1].changed, reverse=True)
+        return [asdict(entry) | {"name": name} for name, entry in newest_first]
 
-        A link that leads out of the root is not followed.
-        """
+    def _folders(self) -> list[Path]:
+        """Return the folders in the list; a link that leads out of the root is not followed."""
         root = self.root.resolve()
-        inside = [
-            entry
-            for entry in find_entries(self.root)
-            if Path(entry.folder).resolve().is_relative_to(root)
-        ]
-        inside.sort(key=lambda entry: entry.changed, reverse=True)
-        return [
-            asdict(entry) | {"name": Path(entry.folder).relative_to(self.root).as_posix()}
-            for entry in inside
-        ]
+        return [each for each in find_folders(self.root) if each.resolve().is_relative_to(root)]
+
+    def _name(self, folder: Path) -> str:
+        return folder.relative_to(self.root).as_posix()
 
     def state(self, folder: Path, figures_key: str) -> bytes:
         """Return the state of a folder as JSON; many readers at once cost no more than one."""

@@ -170,7 +170,7 @@ def test_gaps_and_crashes_are_listed(make_ablation: Any) -> None:
         "arm,lr,seed,fate,error\nrms,0.001,1,crashed,the worker was ended by SIGKILL\n"
     )
     _, _, against = sentences(folder)
-    assert "1 cell of the grid not run yet" in against
+    assert "1 cell not run yet" in against
     assert "rms at 0.001, seed 1, crashed" in against
     assert "SIGKILL" in against
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from filelock import FileLock
 
 from minillama.ablation.analysis import analyse_arms, compare_arms
-from minillama.ablation.grid import cells
+from minillama.ablation.grid import Cell, cells
 from minillama.ablation.pool import Ended, Pool
 from minillama.ablation.report.prose import headline
 from minillama.ablation.results import ENDED, read_results, read_sessions
@@ -27,66 +28,7 @@ from minillama.config.ablation import AblationConfig, load_ablation
 from minillama.config.run import to_yaml
 from minillama.errors import ConfigError, MinillamaError, RunFolderError
 
-PLUGIN = '''
-import os, signal
-
-import torch
-
-from minillama.model.norms import register_norm
-
-
-@register_norm("killer")
-def killer(dim: int):
-    """Ends the process that builds it, as the system does when memory runs out."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@register_norm("faulty")
-def faulty(dim: int):
-    """Raises."""
-    print("about to fail")
-    raise ArithmeticError("this norm cannot be built")
-'''
-
-
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One file for all tests here: a kind is registered once in a process."""
-    path = tmp_path_factory.mktemp("plugin") / "plugin.py"
-    path.write_text(PLUGIN)
-    return str(path)
-
-
-@pytest.fixture
-def ablation(tmp_path: Path, plugin: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that makes the config of a tiny ablation."""
-    monkeypatch.setenv("MINILLAMA_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("Norms keep a stream of numbers within its banks. " * 40)
-
-    def make(**fields: Any) -> AblationConfig:
-        base = {
-            "plugins": [plugin],
-            "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "ffn_dim": 16},
-            "tokenizer": {"kind": "byte"},
-            "data": {
-                "source": {"kind": "files", "files": [str(tmp_path / "text.txt")]},
-                "seq_len": 16,
-                "val_fraction": 0.1,
-            },
-            "train": {"steps": 4, "batch_size": 2, "device": "cpu", "eval_every": 0},
-        }
-        default: dict[str, Any] = {
-            "name": "test",
-            "out_dir": str(tmp_path / "out"),
-            "base": base,
-            "arms": {"rms": {}, "ln": {"model.norm.kind": "layernorm"}},
-            "baseline": "rms",
-            "lr": [1e-3],
-            "runner": {"workers": 2, "threads": 1},
-        }
-        return AblationConfig(**default | fields)
-
-    return make
+LN = {"model.norm.kind": "layernorm"}
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -342,6 +284,32 @@ def test_a_narrowed_grid_keeps_the_rows_of_finished_cells(ablation: Any) -> None
     assert "6 finished runs in this folder are left out" in headline_of(folder)
 
 
+@pytest.mark.parametrize(
+    ("more", "n_new"),
+    [
+        ({"seeds": [0, 1]}, 4),
+        ({"lr": [1e-3, 2e-3, 3e-3]}, 2),
+        ({"arms": {"rms": {}, "new": {"model.norm.kind": "l2norm"}, "ln": LN}}, 2),
+    ],
+)
+def test_seeds_rates_and_arms_are_added_to_a_finished_grid(
+    ablation: Any, pool_here: Any, more: dict[str, Any], n_new: int
+) -> None:
+    small = {"arms": {"rms": {}, "ln": LN}, "lr": [1e-3, 3e-3]}
+    folder = run(ablation(**small), progress=False, make_pool=pool_here)
+    before = {path: path.read_bytes() for path in folder.glob("cells/*/*/*/summary.json")}
+    trained = []
+
+    def spy(cells: Sequence[Cell], workers: int, threads: int) -> Any:
+        trained.extend(cells)
+        return pool_here(cells, workers, threads)
+
+    run(ablation(**small | more), progress=False, make_pool=spy)
+    assert len(trained) == n_new
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert len(rows(folder)) == 4 + n_new
+
+
 def test_a_folder_serves_one_ablation_at_a_time(ablation: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with (
@@ -352,9 +320,11 @@ def test_a_folder_serves_one_ablation_at_a_time(ablation: Any, tmp_path: Path) -
 
 
 def test_a_dry_run_counts_tokens_and_times_real_steps(ablation: Any, tmp_path: Path) -> None:
-    text = dry_run(ablation(overrides={"train.steps": 100}))
+    stages = [{"seeds": [0]}, {"seeds": 2, "rates": "best_and_neighbours"}]
+    text = dry_run(ablation(overrides={"train.steps": 100}, stages=stages))
     assert "cells/rms/lr-0.001/seed-0: 3,200 tokens" in text
     assert "2 of 2 cells to run, 6,400 tokens" in text
+    assert "then at most 4 cells with fresh seeds" in text
     assert "about " in text
     assert "workers: 2, threads per worker: 1" in text
     assert not (tmp_path / "out").exists()
@@ -362,6 +332,8 @@ def test_a_dry_run_counts_tokens_and_times_real_steps(ablation: Any, tmp_path: P
 
 def test_the_pool_leaves_no_process_when_its_body_fails(ablation: Any, tmp_path: Path) -> None:
     grid = cells(ablation(overrides={"train.steps": 100_000}))
+    for cell in grid:  # as the runner does: a worker makes no folder that was removed
+        cell.folder.parent.mkdir(parents=True)
     pool = Pool(grid, 2, 1)
     with suppress(ZeroDivisionError), pool:
         _wait_for_steps(tmp_path / "out", 2)

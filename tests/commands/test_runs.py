@@ -6,7 +6,8 @@ import pytest
 
 from minillama.ablation.runner import run as run_ablation
 from minillama.cli import main
-from minillama.commands.runs import find_entries, list_runs
+from minillama.commands.compare import compare
+from minillama.commands.runs import find_folders, list_runs, read_entry
 from minillama.config.ablation import AblationConfig
 from minillama.errors import ConfigError
 from minillama.files import lock
@@ -36,7 +37,7 @@ def folder(tmp_path_factory, trained, configured):
 
 
 def by_name(root):
-    return {entry.name: entry for entry in find_entries(root)}
+    return {entry.name: entry for entry in map(read_entry, find_folders(root))}
 
 
 def test_a_finished_run_is_listed_as_its_summary_says(folder):
@@ -66,7 +67,7 @@ def test_an_ablation_is_one_line_with_its_cells(folder):
     entry = by_name(folder)["grid"]
     assert (entry.kind, entry.fate) == ("ablation", "finished")
     assert (entry.done, entry.total, entry.crashed) == (2, 2, 0)
-    assert len(list(find_entries(folder))) == 3  # no line for a cell
+    assert len(list(find_folders(folder))) == 3  # no line for a cell
 
 
 def test_cells_outside_a_narrowed_grid_do_not_count(folder):
@@ -125,3 +126,24 @@ def test_nothing_there_is_said_and_a_missing_folder_is_an_error(tmp_path):
     assert json.loads(list_runs(str(tmp_path), as_json=True)) == []
     with pytest.raises(ConfigError, match="there is no folder"):
         list_runs(str(tmp_path / "absent"), as_json=False)
+
+
+@pytest.mark.parametrize("value", ["words", [], {}, True])
+def test_a_summary_with_other_values_than_numbers_is_listed_without(tmp_path, make_run, value):
+    folder = make_run(3.0)
+    file = folder / "summary.json"
+    kept = {"finished": True, "fate": "ok"}
+    summary = dict.fromkeys(json.loads(file.read_text()), value) | kept
+    file.write_text(json.dumps(summary))
+    (entry,) = map(read_entry, find_folders(tmp_path))
+    assert (entry.fate, entry.val_loss, entry.done) == ("ok", None, 200)
+    table = compare([str(folder), str(folder)], as_json=False)
+    assert "validation loss" not in table
+
+
+def test_links_show_no_run_twice_and_lead_round_no_circle(tmp_path, make_run):
+    run = make_run()
+    (tmp_path / "again").symlink_to(run)
+    (tmp_path / "circle").symlink_to(".")
+    (tmp_path / "itself").symlink_to("itself")
+    assert len(list(find_folders(tmp_path))) == 1

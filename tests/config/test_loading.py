@@ -157,6 +157,13 @@ def test_a_section_that_is_no_mapping_is_told_so(value):
     assert "must be a mapping of fields" in errors_in({"inner": {"shape": value}})[0]
 
 
+def test_bytes_that_are_not_utf_8_are_refused_with_the_other_errors():
+    assert errors_in({"name": "caf\udce9", "limit": -1}) == [
+        "name = 'caf\\udce9': holds bytes that are not UTF-8; rename it, or set LC_ALL=C.UTF-8",
+        "limit = -1: should be greater than or equal to 0",
+    ]
+
+
 @pytest.mark.parametrize("value", [True, False])
 def test_truth_is_no_number(value):
     assert errors_in({"limit": value}) == [f"limit = {value}: must be a number"]

@@ -60,6 +60,14 @@ def errors_in(load):
             "optim.warmup_steps = 1001: the warm-up is longer than the run",
         ),
         ("train.micro_batch_size=5", "does not divide train.batch_size = 16"),
+        *(
+            (f"{field}={2**63}", f"{field} = {2**63}: must be at most 9,223,372,036,854,775,807")
+            for field in ("train.seed", "train.steps", "model.dim")
+        ),
+        (
+            f"train.seed={10**30}",
+            f"train.seed = {10**30}: must be at most 9,223,372,036,854,775,807",
+        ),
         ("optim.lr=-1e-3", "optim.lr = -0.001: should be greater than 0"),
         ("optim.lr=0", "optim.lr = 0: should be greater than 0"),
         ("optim.lr=.nan", "optim.lr = nan"),
@@ -113,7 +121,6 @@ def errors_in(load):
         ("train.steps=0", "train.steps = 0: should be greater than 0"),
         ("train.batch_size=-2", "train.batch_size = -2"),
         ("train.seed=-1", "train.seed = -1: should be greater than or equal to 0"),
-        ("train.seed=9223372036854775808", "should be less than"),
         ("train.device=gpu", "train.device = 'gpu': does not match ^(auto|cpu|mps|cuda"),
         ("train.dtype=float8", "unknown choice 'float8'; did you mean"),
         ("train.compile=maybe", "train.compile = 'maybe': should be a valid boolean"),

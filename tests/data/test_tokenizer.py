@@ -1,3 +1,4 @@
+import errno
 import functools
 import hashlib
 import io
@@ -249,3 +250,17 @@ def test_split_text_keeps_everything_and_the_limit(text, limit):
     for left, right in itertools.pairwise(parts):
         hard_cut = len(left) == limit
         assert hard_cut or (right[0] == " " and left[-1] != " ")
+
+
+def test_saving_leaves_the_file_as_it_was_where_it_fails(tmp_path, monkeypatch):
+    file = tmp_path / "a.model"
+    file.write_bytes(b"before")
+
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("minillama.files.fsync", full)
+    tokenizer = train_tokenizer(["some words of a text, and some others"], 300)
+    with pytest.raises(OSError, match="No space"):
+        tokenizer.save(file)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]

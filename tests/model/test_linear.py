@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from minillama.config import ModelConfig
 from minillama.model.kernels import linear
 from minillama.model.mlp import MLP
-from minillama.model.projection import Linear, packed_linear
+from minillama.model.projection import packed_linear
+from minillama.model.transformer import Transformer
+from minillama.sampling import generate
 
 ROWS = [1, 2, 3, 16, 17, 63, 64, 65, 300]
 OUTPUTS = [(1,), (5,), (3, 2), (64, 17, 17)]
@@ -206,7 +209,7 @@ def test_function_transforms(kernels: str) -> None:
 # ------------------------------------------------------------------------------- layers together
 
 
-class Doubled(Linear):
+class Doubled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
 
@@ -214,7 +217,7 @@ class Doubled(Linear):
 class Adapted(nn.Module):
     """As LoRA does: keeps the layer, adds to it."""
 
-    def __init__(self, layer: Linear) -> None:
+    def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.layer = layer
 
@@ -223,9 +226,9 @@ class Adapted(nn.Module):
         return y
 
 
-def two_layers() -> tuple[Linear, Linear]:
+def two_layers() -> tuple[nn.Linear, nn.Linear]:
     torch.manual_seed(0)
-    return Linear(5, 3), Linear(5, 2)
+    return nn.Linear(5, 3, bias=False), nn.Linear(5, 2, bias=False)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 100])
@@ -241,7 +244,7 @@ def test_a_replaced_layer_is_called() -> None:
     x = tensor(8, 5).float()
     one, other = two_layers()
     plain = packed_linear(x, one, other)
-    doubled = Doubled(5, 2)
+    doubled = Doubled(5, 2, bias=False)
     doubled.load_state_dict(other.state_dict())
     torch.testing.assert_close(
         packed_linear(x, one, doubled), torch.cat((plain[:, :3], 2 * plain[:, 3:]), dim=-1)
@@ -274,6 +277,42 @@ def test_hooks_are_called(register: str) -> None:
     handle.remove()
     torch.testing.assert_close(packed_linear(x, *layers), y)
     assert len(calls) == 1
+
+
+class Int8Weight(Tensor):
+    """As torchao's: a weight that F.linear knows what to do with, and torch.cat does not."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.cat:
+            raise NotImplementedError(function)
+        y = super().__torch_function__(function, types, args, kwargs or {})
+        return y.as_subclass(Tensor) if function is F.linear else y
+
+
+def test_a_layer_whose_weight_is_of_another_class_is_called() -> None:
+    layers, x = two_layers(), tensor(8, 5).float()
+    want = packed_linear(x, *layers)
+    for layer in layers:
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Int8Weight))
+    torch.testing.assert_close(packed_linear(x, *layers), want)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("tied", [False, True])
+def test_torch_quantizes_every_projection(tied: bool) -> None:
+    config = ModelConfig(vocab_size=32, dim=32, n_layers=1, n_heads=2, tie_embeddings=tied)
+    model, tokens = Transformer(config, seed=0).eval(), torch.arange(32)[None]
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert not any(type(module) is nn.Linear for module in quantized.modules())
+    with torch.no_grad():
+        change = quantized(tokens) - model(tokens)
+        assert 0 < change.norm() < 0.05 * model(tokens).norm()
+        loss = quantized.loss(tokens, tokens)
+    torch.testing.assert_close(loss, model.loss(tokens, tokens), rtol=0.01, atol=0)
+    generate(quantized, [1, 2], 4, temperature=0)
 
 
 def test_hooks_on_all_modules_are_called() -> None:

@@ -1,5 +1,6 @@
 """Odd environments: no stderr, a full stdout, moved or changed files, a damaged last checkpoint."""
 
+import itertools
 import json
 import shutil
 import signal
@@ -144,3 +145,12 @@ def test_threads_are_no_more_than_the_cpus_that_may_be_used(tiny, monkeypatch):
         assert run(tiny(**{"train.steps": 2}))["threads"] == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_clock_that_is_set_back_makes_no_time_negative(tiny, monkeypatch):
+    hours = itertools.count()
+    monkeypatch.setattr(time, "time", lambda: 1e9 - 3600 * next(hours))
+    summary = run(tiny(**{"train.steps": 2}))
+    times = {key: value for key, value in summary.items() if key.endswith("seconds")}
+    assert len(times) == 4
+    assert all(0 <= value < 300 for value in times.values())

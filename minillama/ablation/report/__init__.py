@@ -15,6 +15,7 @@ import pandas as pd
 
 from minillama.ablation.analysis import ArmResult, analyse_arms, compare_arms
 from minillama.ablation.failures import FAILED
+from minillama.ablation.report.figures import SEEDS_FOR_BAND, most_seeds
 from minillama.ablation.report.page import render
 from minillama.ablation.report.picture import write_picture
 from minillama.ablation.report.prose import headline
@@ -47,7 +48,7 @@ def write_report(folder: str | Path) -> Path:
         write_atomic(page, render(results, arms, comparisons))
         with atomic_file(results.folder / "report.png") as picture:
             verdict = headline(results, arms, comparisons)
-            write_picture(picture, results, arms, verdict, _small_print(results))
+            write_picture(picture, results.of_grid(), arms, verdict, _small_print(results))
         if results.is_ablation:
             found = findings_markdown(results, arms, comparisons)
             write_atomic(results.folder / "findings.md", found)
@@ -66,11 +67,15 @@ def _small_print(results: Results) -> str:
             smallest = f"{min(values):,} to " if min(values) < max(values) else ""
             parts.append(smallest + pluralize(max(values), noun))
     parts.append(pluralize(len(ended), "run"))
-    crosses = "; crosses: failed runs" if any(run.fate != "ok" for run in ended) else ""
-    return (
-        f"{', '.join(parts)}. Marks: validation; faint: training loss of each step; lines: its "
-        f"running mean{crosses}. Made by minillama."
-    )
+    failed = " Crosses: failed runs." if any(run.fate in FAILED for run in ended) else ""
+    if most_seeds(results) >= SEEDS_FOR_BAND:
+        how = (
+            "Left: means over seeds, dots: runs. Right: training loss (running mean) minus the "
+            "baseline's at the same rate and seed: mean and its 95% t interval."
+        )
+    else:
+        how = "Marks: validation; faint: training loss of each step; lines: its running mean."
+    return f"{', '.join(parts)}. {how}{failed} Made by minillama."
 
 
 def cell_table(results: Results) -> pd.DataFrame:
@@ -102,7 +107,7 @@ def latex_table(arms: Sequence[ArmResult]) -> str:
                 "$S$ trapezoid": format_number(trapezoid).replace("–", "--"),
                 "basin (decades)": f"${basin}$",
                 "failed": f"{sum(arm.fates[fate] for fate in FAILED)}/"
-                f"{sum(run.ended for run in arm.runs)}",
+                f"{sum(run.ended for run in arm.grid_runs)}",
             }
         )
     table = pd.DataFrame(rows).to_latex(index=False, escape=False, column_format="lrrrrrr")

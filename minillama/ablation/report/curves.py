@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from minillama.ablation.measures import Floats
 from minillama.ablation.results import Curves
+from minillama.ablation.statistics import t_interval
 
 SMOOTHED_SHARE = 50
 """A smoothed curve averages the last 1/50 of the run at each step."""
@@ -53,6 +55,45 @@ def running_mean(y: Floats, window: int) -> Floats:
 def smoothed(loss: Floats) -> Floats:
     """Return the running mean that the report draws."""
     return running_mean(loss, max(1, len(loss) // SMOOTHED_SHARE))
+
+
+@dataclass(frozen=True)
+class Band:
+    """The mean of several curves at each step, and the 95% t interval of it."""
+
+    steps: Floats
+    mean: Floats
+    low: Floats
+    high: Floats
+
+
+def band(curves: Sequence[Curves], baselines: Sequence[Curves] = (), points: int = 400) -> Band:
+    """Return the mean of smoothed training losses over seeds, at steps that all curves have.
+
+    With ``baselines``, one for each curve, that of their differences; a step is left out where one
+    is not finite.
+    """
+    steps = _common([curve.steps for curve in (*curves, *baselines)])
+    values = np.array([_at(steps, curve) for curve in curves])
+    if baselines:
+        values = values - np.array([_at(steps, curve) for curve in baselines])
+    at = np.flatnonzero(np.isfinite(values).all(axis=0))
+    if len(at) > points:
+        at = at[np.unique(np.linspace(0, len(at) - 1, points).round().astype(int))]
+    values = values[:, at]
+    low, high = t_interval(values.T)
+    return Band(steps[at], values.mean(axis=0), low, high)
+
+
+def _common(steps: Sequence[Floats]) -> Floats:
+    shared = steps[0]
+    for other in steps[1:]:
+        shared = np.intersect1d(shared, other)
+    return shared
+
+
+def _at(steps: Floats, curve: Curves) -> Floats:
+    return smoothed(curve.loss)[np.isin(curve.steps, steps)]
 
 
 def loss_range(curves: Sequence[Curves]) -> tuple[float, float]:

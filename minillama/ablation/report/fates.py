@@ -58,11 +58,11 @@ def failed_with_line_moved(run: Run, shift: float) -> bool:
 
 
 def fate_rows(arms: Sequence[ArmResult]) -> list[FateRow]:
-    """Return a row for each arm and learning rate at which runs ended."""
+    """Return a row for each arm and learning rate of the grid at which runs ended."""
     return [
-        _row(arm.name, lr, [run for run in arm.runs if run.lr == lr and run.ended])
+        _row(arm.name, lr, [run for run in arm.grid_runs if run.lr == lr and run.ended])
         for arm in arms
-        for lr in sorted({run.lr for run in arm.runs if run.ended})
+        for lr in sorted({run.lr for run in arm.grid_runs if run.ended})
     ]
 
 

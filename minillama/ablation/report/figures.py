@@ -9,9 +9,11 @@ for dark) and the button that hides it, and its learning rate if the figure can 
 from __future__ import annotations
 
 import html
+import itertools
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from minillama.ablation.analysis import ArmResult, Comparison
 from minillama.ablation.measures import Floats
-from minillama.ablation.report.curves import smoothed, subsample, thin
+from minillama.ablation.report.curves import Band, band, smoothed, subsample, thin
 from minillama.ablation.report.prose import short_names
 from minillama.ablation.results import Results, Run
 
@@ -30,6 +32,9 @@ Figure = dict[str, Any]
 _MOST_POINTS = 400  # of one curve
 _FEWEST_POINTS = 12
 _LABEL_CHARACTERS = 22
+
+SEEDS_FOR_BAND = 4
+"""With so many seeds, curves are drawn as a mean with its interval."""
 
 # Okabe and Ito's colors, distinguishable with every common kind of color blindness; the second set
 # has the same hues, lightened for a dark page.  Yellow is darkened, to be visible on white.
@@ -88,7 +93,11 @@ def page_data(
     ``points_in_all`` limits the points of all raw curves of one figure together.
     """
     points = max(_FEWEST_POINTS, min(points_in_all // max(1, len(results.runs)), _MOST_POINTS))
-    figures = [loss_by_step(results, arms, points), gradient_by_step(results, arms, points)]
+    figures = [
+        loss_by_step(results, arms, points),
+        difference_by_step(results, arms, points),
+        gradient_by_step(results, arms, points),
+    ]
     if len(results.lrs) > 1:
         figures.insert(0, loss_by_rate(results, arms))
     figures += [by_layer(results, arms, *measure) for measure in LAYER_MEASURES]
@@ -143,7 +152,7 @@ def _axis(title: str, **fields: Any) -> dict[str, Any]:
 
 
 def _log_axis(title: str, **fields: Any) -> dict[str, Any]:
-    return _axis(title, type="log", exponentformat="power", **fields)
+    return _axis(title, type="log", dtick="D2", exponentformat="power", **fields)
 
 
 def _level(value: float) -> dict[str, Any]:
@@ -173,26 +182,32 @@ def loss_by_rate(results: Results, arms: Sequence[ArmResult]) -> Figure:
     any_diverged = any(run.fate == "diverged" for run in results.runs)
     top = high + (3 if any_diverged else 1) * pad
     styles = arm_styles(results.arms)
+    shifts = _side_shifts(results)
     traces = []
     for arm in arms:
-        style = styles[arm.name]
+        style, shift = styles[arm.name], shifts[arm.name]
         means = {
             lr: loss
             for lr, loss in arm.mean_loss.items()
-            if all(run.has_loss for run in arm.runs if run.lr == lr and run.ended)
+            if all(run.has_loss for run in arm.grid_runs if run.lr == lr and run.ended)
         }
-        x, y = list(means), list(means.values())
-        traces.append(_trace(style, "lines", x, y, digits=5, hoverinfo="skip"))
+        x, y = [shift * lr for lr in means], list(means.values())
+        mode, of_runs = "lines", dict[str, Any]()
+        if (
+            most_seeds(results) >= SEEDS_FOR_BAND
+        ):  # the marks are the means, and the runs small dots
+            mode, of_runs = "lines+markers", {"symbol": "circle", "size": 4}
         for fate, look in (
-            ("ok", {}),
+            ("ok", of_runs),
             ("undertrained", _THICK_RING),
             ("collapsed", _CROSS),
         ):
-            runs = [run for run in arm.runs if run.fate == fate and run.has_loss]
+            runs = [run for run in arm.grid_runs if run.fate == fate and run.has_loss]
             losses = [run.figure("val_loss") for run in runs]
-            traces.append(_run_marks(style, runs, losses, look))
-        diverged = [run for run in arm.runs if run.fate == "diverged"]
-        traces.append(_run_marks(style, diverged, [top - pad] * len(diverged), _CROSS))
+            traces.append(_run_marks(style, runs, losses, look, shift))
+        diverged = [run for run in arm.grid_runs if run.fate == "diverged"]
+        traces.append(_run_marks(style, diverged, [top - pad] * len(diverged), _CROSS, shift))
+        traces.append(_trace(style, mode, x, y, digits=5, hoverinfo="skip"))
     levels = [
         (text, float(np.mean(known)))
         for key, text in (("init_val_loss", "loss at init"), ("unigram_entropy", "unigram entropy"))
@@ -218,14 +233,34 @@ def loss_by_rate(results: Results, arms: Sequence[ArmResult]) -> Figure:
     }
 
 
+def most_seeds(results: Results) -> int:
+    """Return how many runs the arm and rate with the most of them have."""
+    return max(Counter((run.arm, run.lr) for run in results.runs).values(), default=0)
+
+
+def _side_shifts(results: Results) -> dict[str, float]:
+    """Return a factor of the learning rate for each arm, so that arms stand side by side."""
+    n, lrs = len(results.arms), sorted(results.lrs)
+    gaps = [math.log(high / low) for low, high in itertools.pairwise(lrs)]
+    width = min(gaps, default=0.0) * min(0.4, 0.05 * (n - 1))
+    return {
+        arm: math.exp(width * (i / (n - 1) - 0.5)) if n > 1 else 1.0
+        for i, arm in enumerate(results.arms)
+    }
+
+
 def _run_marks(
-    style: ArmStyle, runs: Sequence[Run], y: Sequence[float], marker: Mapping[str, Any]
+    style: ArmStyle,
+    runs: Sequence[Run],
+    y: Sequence[float],
+    marker: Mapping[str, Any],
+    shift: float,
 ) -> Trace:
     losses = [run.figure("val_loss") for run in runs]
     return _trace(
         style,
         "markers",
-        [run.lr for run in runs],
+        [shift * run.lr for run in runs],
         y,
         digits=5,
         marker=dict(marker),
@@ -242,7 +277,11 @@ def _run_marks(
 
 
 def loss_by_step(results: Results, arms: Sequence[ArmResult], points: int) -> Figure:
-    """Loss against step: raw training loss faint, its running mean strong, validation as marks."""
+    """Loss against step: raw training loss faint, its running mean strong, validation as marks.
+
+    Of an arm with :data:`SEEDS_FOR_BAND` seeds or more at a rate: the mean of their running means,
+    with its 95% t interval, and the mean of their validation losses.
+    """
     faint: dict[str, Any] = {
         "line": {"width": 1, "dash": "solid"},
         "opacity": 0.25,
@@ -250,29 +289,109 @@ def loss_by_step(results: Results, arms: Sequence[ArmResult], points: int) -> Fi
     }
     styles = arm_styles(results.arms)
     traces = []
-    for run in results.runs:
-        style, curves = styles[run.arm], run.curves
-        label = f"lr {run.lr:g}, seed {run.seed}<br>step %{{x}}"
-        raw = thin(curves.steps, curves.loss, points)
-        mean = subsample(curves.steps, smoothed(curves.loss), points // 2)
-        of_mean: dict[str, Any] = {"hovertemplate": f"{label}: training loss %{{y:.3f}} (smoothed)"}
-        of_val: dict[str, Any] = {
-            "hovertemplate": f"{label}: validation loss %{{y:.4f}}",
-            "digits": 5,
-        }
-        traces += [
-            _of_run(_trace(style, "lines", *raw, **faint), run, arms),
-            _of_run(_trace(style, "lines", *mean, **of_mean), run, arms),
-            _of_run(
-                _trace(style, "markers", curves.val_steps, curves.val_loss, **of_val), run, arms
-            ),
-        ]
+    for runs in _runs_by_rate(arms):
+        style = styles[runs[0].arm]
+        if len(runs) >= SEEDS_FOR_BAND:
+            found = band([run.curves for run in runs], points=points)
+            label = f"lr {runs[0].lr:g}, mean of {len(runs)} seeds"
+            traces += [
+                _of_run(trace, runs[0], arms)
+                for trace in (*_band_traces(style, found, label), _mean_validation(style, runs))
+            ]
+            continue
+        for run in runs:
+            curves = run.curves
+            label = f"lr {run.lr:g}, seed {run.seed}<br>step %{{x}}"
+            raw = thin(curves.steps, curves.loss, points)
+            mean = subsample(curves.steps, smoothed(curves.loss), points // 2)
+            of_mean = {"hovertemplate": f"{label}: training loss %{{y:.3f}} (smoothed)"}
+            of_val: dict[str, Any] = {
+                "hovertemplate": f"{label}: validation loss %{{y:.4f}}",
+                "digits": 5,
+            }
+            traces += [
+                _of_run(_trace(style, "lines", *raw, **faint), run, arms),
+                _of_run(_trace(style, "lines", *mean, **of_mean), run, arms),
+                _of_run(
+                    _trace(style, "markers", curves.val_steps, curves.val_loss, **of_val), run, arms
+                ),
+            ]
     return {
         "id": "loss-step",
         "traces": [trace for trace in traces if trace["x"]],
         "layout": {"xaxis": _axis("step"), "yaxis": _axis("loss (nats per token)")},
         "fit_tail": True,
     }
+
+
+def difference_by_step(results: Results, arms: Sequence[ArmResult], points: int) -> Figure:
+    """Training loss minus the baseline's of the same rate and seed: mean and 95% t interval.
+
+    Both see the same batches, so that most of the noise of a single curve cancels.
+    """
+    styles = arm_styles(results.arms)
+    of_baseline = {(run.arm, run.lr, run.seed): run.curves for arm in arms for run in arm.runs}
+    baselines = {arm.name: arm.baseline for arm in arms}
+    traces = []
+    for runs in _runs_by_rate(arms):
+        name = baselines[runs[0].arm]
+        pairs = [
+            (run.curves, of_baseline[name, run.lr, run.seed])
+            for run in runs
+            if name != run.arm and (name, run.lr, run.seed) in of_baseline
+        ]
+        if len(pairs) >= SEEDS_FOR_BAND:
+            own, baseline = zip(*pairs, strict=True)
+            found = band(own, baseline, points)
+            label = f"lr {runs[0].lr:g}, {len(pairs)} pairs"
+            traces += [
+                _of_run(trace, runs[0], arms)
+                for trace in _band_traces(styles[runs[0].arm], found, label)
+            ]
+    title = "training loss − baseline's (nats per token)"
+    return {
+        "id": "difference-step",
+        "traces": [trace for trace in traces if trace["x"]],
+        "layout": {"xaxis": _axis("step"), "yaxis": _axis(title), "shapes": [_level(0.0)]},
+        "fit_tail": True,
+    }
+
+
+def _runs_by_rate(arms: Sequence[ArmResult]) -> Iterator[list[Run]]:
+    """Yield the runs of each arm at each rate that have a curve."""
+    for arm in arms:
+        runs = [run for run in arm.runs if len(run.curves.steps)]
+        for lr in dict.fromkeys(run.lr for run in runs):
+            yield [run for run in runs if run.lr == lr]
+
+
+def _band_traces(style: ArmStyle, found: Band, label: str) -> tuple[Trace, Trace]:
+    """Return the interval, as an outline to be filled, and the mean."""
+    interval = _trace(
+        style,
+        "lines",
+        np.concatenate([found.steps, found.steps[::-1]]),
+        np.concatenate([found.high, found.low[::-1]]),
+        line={"width": 0, "dash": "solid"},
+        fill="toself",
+        hoverinfo="skip",
+    )
+    text = f"{label}<br>step %{{x}}: %{{y:.4f}} (smoothed)"
+    return interval, _trace(style, "lines", found.steps, found.mean, hovertemplate=text, digits=5)
+
+
+def _mean_validation(style: ArmStyle, runs: Sequence[Run]) -> Trace:
+    """Return the means of the validation losses at the steps that all runs have."""
+    by_step = [
+        dict(zip(run.curves.val_steps.tolist(), run.curves.val_loss.tolist(), strict=True))
+        for run in runs
+    ]
+    steps = sorted(set.intersection(*map(set, by_step)))
+    means = [float(np.mean([losses[step] for losses in by_step])) for step in steps]
+    text = (
+        f"lr {runs[0].lr:g}, mean of {len(runs)} seeds<br>step %{{x}}: validation loss %{{y:.4f}}"
+    )
+    return _trace(style, "markers", steps, means, hovertemplate=text, digits=5)
 
 
 def gradient_by_step(results: Results, arms: Sequence[ArmResult], points: int) -> Figure:

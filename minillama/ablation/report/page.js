@@ -36,6 +36,7 @@ function painted(trace, look) {
     if (String(trace.marker.symbol).match(/-(thin|open)$/)) edge.color = colour;
     out.marker = { ...trace.marker, color: colour, line: edge };
   }
+  if (trace.fill) out.fillcolor = colour + "2a";
   if (trace.error_x) out.error_x = { ...trace.error_x, color: colour };
   return out;
 }
@@ -45,7 +46,10 @@ function painted(trace, look) {
 function tailRange(figure) {
   const values = figure.traces
     .filter((trace) => isShown(trace) && !trace.opacity)
-    .flatMap((trace) => trace.y.slice(Math.ceil(trace.y.length / 10)))
+    // An outline to be filled goes along its upper edge and comes back along the lower one.
+    .flatMap((trace) => trace.fill
+      ? trace.y.slice(Math.ceil(trace.y.length / 20), -Math.ceil(trace.y.length / 20))
+      : trace.y.slice(Math.ceil(trace.y.length / 10)))
     .filter((value) => value !== null);
   if (!values.length) return undefined;
   const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import hashlib
 import json
 import math
@@ -18,8 +20,9 @@ from minillama.ablation.report import prose, quote
 from minillama.ablation.report.cost import costs
 from minillama.ablation.report.curves import SMOOTHED_SHARE
 from minillama.ablation.report.fates import LINE_SHIFTS, failed_in_all, fate_rows
-from minillama.ablation.report.figures import arm_styles, page_data
+from minillama.ablation.report.figures import SEEDS_FOR_BAND, arm_styles, page_data
 from minillama.ablation.report.sensitivity import RANK_DEPTH, sensitivity_rows
+from minillama.ablation.report.stages import how_compared
 from minillama.ablation.report.wording import format_interval, format_p_value
 from minillama.ablation.results import Results, Run, table_row
 from minillama.ablation.statistics import ALPHA, MIN_PAIRS_FOR_SIGN_FLIP
@@ -33,7 +36,7 @@ from minillama.formatting import (
 from minillama.training.stability import COLLAPSE_MARGIN
 
 _MAX_DATA_BYTES = 900_000
-"""With plotly.js this makes a page below 6 MB."""
+"""With plotly.js this makes a page below 3 MB."""
 _HERE = Path(__file__).parent
 
 CAPTIONS = {
@@ -45,8 +48,15 @@ CAPTIONS = {
     ),
     "loss-step": (
         "Loss against step",
-        f"Faint: the training loss of each step. Strong: its mean over the last 1/{SMOOTHED_SHARE} "
-        "of the run. Marks: validation loss. Drag to zoom, double-click to reset.",
+        f"Lines: the training loss, a mean over the last 1/{SMOOTHED_SHARE} of the run. With "
+        f"{SEEDS_FOR_BAND} seeds or more they are means over the seeds, and shaded is the 95% t "
+        "interval of the mean; with fewer, faint lines are the loss of each step. Marks: "
+        "validation loss. Drag to zoom, double-click to reset.",
+    ),
+    "difference-step": (
+        "Difference against step",
+        "Training loss minus that of the baseline at the same learning rate and seed, which saw "
+        "the same batches. Shaded: the 95% t interval of the mean, at each step by itself.",
     ),
     "gradient-step": (
         "Gradient norm against step",
@@ -149,6 +159,11 @@ def template_environment(folder: Path) -> Environment:
     )
 
 
+def _packed(code: str) -> str:
+    """Return a script compressed by gzip, in base64; the same bytes every time."""
+    return base64.b64encode(gzip.compress(code.encode(), mtime=0)).decode()
+
+
 def _environment() -> Environment:
     environment = template_environment(_HERE)
     environment.filters.update(
@@ -164,7 +179,7 @@ def _environment() -> Environment:
     environment.globals.update(
         css=(_HERE / "page.css").read_text(encoding="utf-8"),
         js=(_HERE / "page.js").read_text(encoding="utf-8"),
-        plotly=get_plotlyjs(),
+        plotly=_packed(get_plotlyjs()),
         captions=CAPTIONS,
         dashes=_DASHES,
         symbols=_SYMBOLS,
@@ -195,7 +210,7 @@ def _data_within_size(
     """Return the figures' data, also as JSON, with so few points that the page is small enough."""
     points = 40_000
     while True:
-        data = page_data(results, arms, comparisons, points)
+        data = page_data(results.of_grid(), arms, comparisons, points)
         payload = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
         if len(payload) < _MAX_DATA_BYTES or points < len(results.runs):
             return data, payload
@@ -213,6 +228,11 @@ def _facts(results: Results) -> list[tuple[str, str]]:
             pluralize(len(results.seeds), "seed"),
         )
         facts += [("runs ended", f"{len(ended)} of {total}"), ("grid", " × ".join(grid))]
+    if results.plan:
+        n_seeds, rates = len(results.plan.seeds[: results.plan.n_run]), results.plan.rates
+        n_rates = sum(map(len, rates.values()))
+        fresh = f"{pluralize(n_rates, 'rate')} × {pluralize(n_seeds, 'seed')}"
+        facts.append(("fresh seeds", fresh))
     sizes = sorted({int(run.figure("n_params")) for run in ended if run.has_figure("n_params")})
     if sizes:
         span = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
@@ -233,6 +253,7 @@ def _small_print(results: Results, arms: Sequence[ArmResult]) -> list[tuple[str,
     rates = ", ".join(f"{lr:g}" for lr in results.lrs)
     of_ablation = [
         ("equal start", prose.equal_start(results)),
+        ("seeds", how_compared(results)),
         ("S", prose.SENSITIVITY_MEANING),
         ("basin", prose.BASIN_MEANING),
         ("margin", quote.margin_meaning(results, arms)),
@@ -241,7 +262,7 @@ def _small_print(results: Results, arms: Sequence[ArmResult]) -> list[tuple[str,
     validation = f"{prose.VALIDATION_MEANING} {n_tokens + ' tokens' if n_tokens else ''}".rstrip()
     return [
         *(of_ablation if results.is_ablation else []),
-        ("learning rates", f"{rates}; seeds {seeds}"),
+        ("learning rates", f"{rates}; seeds of the grid: {seeds}"),
         ("fates", prose.FATES_MEANING),
         ("spikes", prose.SPIKES_MEANING),
         ("validation", validation),

@@ -48,6 +48,8 @@ _LEFT = 0.2  # inches left of all text, and right of it
 _LETTER = 0.62  # width of a letter in font sizes: most are narrower
 _LINE = 1.4  # height of a line in font sizes
 _MOST_PANELS = 6
+_LABEL_LETTERS = 28  # of a line beside a panel
+_MOST_POINTS = 1_000_000  # of a curve: all
 _MOST_LEGEND_COLUMNS = 6
 _MOST_HEADLINE_LINES = 6
 
@@ -99,8 +101,12 @@ def draw(results: Results, arms: Sequence[ArmResult], headline: str, small_print
     if sweep:
         _draw_loss_by_rate(figure.add_subplot(halves[0, 0]), results, arms, styles, width)
     panels = halves[0, -1].subgridspec(rows, columns)
-    spec = figures.loss_by_step(results, arms, points=1_000_000)
-    low, high = loss_range([run.curves for run in results.runs])
+    spec = figures.difference_by_step(results, arms, points=_MOST_POINTS)
+    if spec["traces"]:
+        low, high = _tail_range(spec["traces"])
+    else:
+        spec = figures.loss_by_step(results, arms, points=_MOST_POINTS)
+        low, high = loss_range([run.curves for run in results.runs])
     first: Axes | None = None
     for i, lr in enumerate(rates):
         axes = figure.add_subplot(panels[i // columns, i % columns], sharex=first, sharey=first)
@@ -108,13 +114,16 @@ def draw(results: Results, arms: Sequence[ArmResult], headline: str, small_print
         _clean(axes)
         of_rate = [trace for trace in spec["traces"] if trace["meta"]["rate"] == f"{lr:g}"]
         _draw_traces(axes, of_rate, styles)
+        for shape in spec["layout"].get("shapes", ()):
+            axes.axhline(shape["y0"], color=_SOFT, linewidth=1, linestyle=":")
         axes.set_ylim(low, high)
         if sweep:
             axes.set_title(f"learning rate {lr:g}", fontsize=10, color=_INK, pad=5)
         if i % columns:
             axes.tick_params(labelleft=False)
         else:
-            axes.set_ylabel(spec["layout"]["yaxis"]["title"]["text"], color=_INK)
+            label = spec["layout"]["yaxis"]["title"]["text"]
+            axes.set_ylabel(textwrap.fill(label, _LABEL_LETTERS), color=_INK)
         if i + columns < len(rates):
             axes.tick_params(labelbottom=False)
         else:
@@ -245,7 +254,19 @@ def _draw_traces(
             look["fillstyle"] = "none" if ring else "full"
             look["markeredgewidth"] = _POINTS_PER_PIXEL * marker.get("line", {"width": 1})["width"]
         y = [math.nan if value is None else value for value in trace["y"]]
-        axes.plot(trace["x"], y, **look)
+        if trace.get("fill"):
+            axes.fill(trace["x"], y, color=color, alpha=0.2, linewidth=0)
+        else:
+            axes.plot(trace["x"], y, **look)
+
+
+def _tail_range(traces: Sequence[figures.Trace]) -> tuple[float, float]:
+    """Return the range of the lines from a tenth of their way on, as the page shows it."""
+    lines = [trace["y"] for trace in traces if not trace.get("fill")]
+    values = [v for y in lines for v in y[math.ceil(len(y) / 10) :] if v is not None] or [0.0]
+    low, high = min(0.0, *values), max(0.0, *values)
+    pad = 0.06 * (high - low) or 0.1
+    return low - pad, high + pad
 
 
 def _draw_loss_by_rate(

@@ -17,12 +17,14 @@ from minillama.ablation.interactions import compare_over_axes
 from minillama.ablation.measures import BASIN_DEPTH
 from minillama.ablation.report.cost import costs
 from minillama.ablation.report.fates import LINE_SHIFTS, failed_in_all, fate_rows
+from minillama.ablation.report.hypotheses import hypothesis_sentences
 from minillama.ablation.report.inference import (
     failure_rates,
     interaction_sentences,
     only_unadjusted,
 )
 from minillama.ablation.report.sensitivity import RANK_DEPTH, sensitivity_rows
+from minillama.ablation.report.stages import better_neighbors, how_compared
 from minillama.ablation.report.wording import format_interval, format_p_value
 from minillama.ablation.results import ENDED, TRAINED, Results, Run
 from minillama.ablation.statistics import ALPHA, MIN_PAIRS_FOR_SIGN_FLIP
@@ -94,9 +96,9 @@ def headline(results: Results, arms: Sequence[ArmResult], comparisons: Sequence[
     short = short_names([arm.name for arm in arms])
     text = _losses(results, comparisons, short)
     failed = sum(arm.fates[fate] for arm in arms for fate in FAILED)
-    ended = pluralize(sum(run.ended for run in results.runs), "run")
+    ended = pluralize(sum(run.ended for run in results.of_grid().runs), "run")
     if failed:
-        text += f" {failed} of {ended} failed."
+        text += f" {failed} of {ended}{' of the grid' if results.plan else ''} failed."
     return text + _left_out(results)
 
 
@@ -145,9 +147,11 @@ def findings(
     """Return one sentence for each finding: the loss of each arm, failures, sensitivity."""
     if not results.is_ablation:
         return []
-    out = [_comparison(c, results.margin, len(comparisons)) for c in comparisons]
+    out = hypothesis_sentences(results, arms)
+    out += [_comparison(c, results.margin, len(comparisons)) for c in comparisons]
     out += interaction_sentences(compare_over_axes(arms))
     more = (
+        how_compared(results),
         _failures(arms),
         failure_rates(compare_failures(arms)),
         _sensitivity(arms, comparisons),
@@ -208,13 +212,15 @@ def _single_run(run: Run) -> str:
 
 
 def _failures(arms: Sequence[ArmResult]) -> str:
-    """Count the fates of all runs, and say whether the count of failures hangs on the line."""
+    """Count the fates of the grid's runs, and say whether the failures hang on the line."""
     fates = sum((arm.fates for arm in arms), Counter[str]())
     ended = sum(fates[fate] for fate in ENDED)
     if not ended:
         return ""
     named = [f"{fates[fate]} {fate}" for fate in (*FAILED, "undertrained") if fates[fate]]
-    text = f"Of {pluralize(ended, 'run')} that ended, {join_words(named) or 'none failed'}."
+    where = " of the grid" if any(len(arm.runs) > len(arm.grid_runs) for arm in arms) else ""
+    runs = pluralize(ended, "run") + where
+    text = f"Of {runs} that ended, {join_words(named) or 'none failed'}."
     at = failed_in_all(fate_rows(arms))
     if len(set(at)) > 1:
         moved = [
@@ -323,14 +329,14 @@ def cautions(results: Results, arms: Sequence[ArmResult]) -> list[str]:
             f"As few as {pluralize(least, 'seed')} at the best learning rate ({names}): a sound "
             f"comparison needs at least {PROTOCOL_BEST_SEEDS} there."
         )
-    return out + _unequal_conditions(results)
+    return out + better_neighbors(results, arms) + _unequal_conditions(results)
 
 
 def _gaps(results: Results) -> list[str]:
     out = []
     if results.missing:
         cells = pluralize(len(results.missing), "cell")
-        out.append(f"{cells} of the grid not run yet.")
+        out.append(f"{cells} not run yet.")
     unfinished = [run for run in results.runs if run.fate == "unfinished"]
     if unfinished:
         cells = pluralize(len(unfinished), "cell")

@@ -51,14 +51,20 @@ def conditions(results: Results) -> str:
     sources = {run.config.get("data", {}).get("source", {}).get("kind") for run in ended}
     if texts := sorted(str(source) for source in sources if source):
         parts.append(f"text {join_words(texts)}")
-    parts.append(f"{pluralize(len(results.seeds), 'seed')}")
+    plan = results.plan
+    n_seeds = (plan.n_run or len(plan.seeds)) if plan else len(results.seeds)
+    parts.append(pluralize(n_seeds, "fresh seed" if plan else "seed"))
     rates = [f"{lr:g}" for lr in results.lrs]
     if len(rates) == 1:
         parts.append(f"learning rate {rates[0]}")
     else:
         parts.append(
             f"each arm at its own best of {len(rates)} learning rates ({rates[0]} to {rates[-1]}), "
-            "chosen on the runs that are compared"
+            + (
+                f"chosen on {pluralize(len(plan.grid_seeds), 'other seed')}"
+                if plan
+                else "chosen on the runs that are compared"
+            )
         )
     return ", ".join(parts)
 
@@ -129,7 +135,7 @@ def _table_row(arm: ArmResult) -> str:
     if math.isfinite(arm.best_sd):
         loss += f" ± {format_number(arm.best_sd)}"
     failed = sum(arm.fates[fate] for fate in FAILED)
-    ended = sum(run.ended for run in arm.runs)
+    ended = sum(run.ended for run in arm.grid_runs)
     plain = format_number(arm.mean_sensitivity()[0])
     name = arm.name.replace("|", r"\|")
     return f"| {name} | {arm.best_lr:g} | {loss} | {plain} | {failed} of {ended} |"

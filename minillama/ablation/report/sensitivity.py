@@ -18,12 +18,12 @@ RANK_DEPTH = 0.1
 
 @dataclass(frozen=True)
 class SensitivityRow:
-    """S of one arm, in nats per token, as means over the seeds with a full grid.
+    """S of one arm, in nats per token, as means over the grid's seeds that have all its rates.
 
     ``trimmed`` is the plain S without the grid's highest rate; ``trimmed_difference`` that minus
     the baseline's, with ``trimmed_t95`` its 95% t interval over ``n_pairs`` shared seeds.
-    ``behind`` is the arm's best loss minus the lowest one among the arms with its baseline, and
-    ``left_out`` are the seeds that lack a rate.
+    ``behind`` is the arm's best loss in the grid minus the lowest one among the arms with its
+    baseline, and ``left_out`` are the seeds that lack a rate.
     """
 
     arm: str
@@ -49,7 +49,7 @@ def sensitivity_rows(arms: Sequence[ArmResult]) -> list[SensitivityRow]:
     for arm in arms:
         if not arm.sensitivity:
             continue
-        rivals = [other.best_loss for other in arms if other.baseline == arm.baseline]
+        rivals = [other.grid_loss for other in arms if other.baseline == arm.baseline]
         own, base = trimmed[arm.name], trimmed.get(arm.baseline, {})
         shared = [s for s in own if s in base] if arm.name != arm.baseline else []
         d = np.array([own[s] - base[s] for s in shared])
@@ -63,8 +63,8 @@ def sensitivity_rows(arms: Sequence[ArmResult]) -> list[SensitivityRow]:
                 trimmed_difference=float(d.mean()) if shared else math.nan,
                 trimmed_t95=Interval.of(t_interval(d)),
                 n_pairs=len(shared),
-                behind=arm.best_loss - min(loss for loss in rivals if math.isfinite(loss)),
-                left_out=tuple(sorted({run.seed for run in arm.runs} - set(arm.sensitivity))),
+                behind=arm.grid_loss - min(loss for loss in rivals if math.isfinite(loss)),
+                left_out=tuple(sorted({run.seed for run in arm.grid_runs} - set(arm.sensitivity))),
             )
         )
     return out
