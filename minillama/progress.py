@@ -17,7 +17,7 @@ LINE_EVERY = 15.0
 
 def in_notebook() -> bool:
     """Return whether this is a notebook that can show widgets, by tqdm's own check."""
-    return tqdm.auto.notebook_tqdm is not tqdm.std.tqdm
+    return tqdm.auto.notebook_tqdm is not tqdm.std.tqdm  # type: ignore[attr-defined]
 
 
 class ProgressBar:
