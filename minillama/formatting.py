@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 MISSING = "–"
@@ -65,6 +66,18 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Return the rows as lines, left-aligned, each column as wide as its widest entry."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def html_table(caption: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return the rows as an HTML table for a notebook; all text is escaped.
+
+    The first cell of a row is its heading.
+    """
+    lines = (
+        f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for first, *cells in rows
+    )
+    return f"<table><caption>{escape(caption)}</caption>{''.join(lines)}</table>"
 
 
 def finite_json(figures: Mapping[str, Any]) -> str:

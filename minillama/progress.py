@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of long work: a bar in a terminal or a notebook, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import sys
 import time
 from typing import NoReturn
 
-from tqdm import tqdm
+import tqdm.auto
 
 from minillama.formatting import format_duration
 from minillama.launch import SafeStream
 
 LINE_EVERY = 15.0
 """Seconds between two lines in a log that is not a terminal."""
+
+
+def in_notebook() -> bool:
+    """Return whether this is a notebook that can show widgets, by tqdm's own check."""
+    return tqdm.auto.notebook_tqdm is not tqdm.std.tqdm  # type: ignore[attr-defined]
 
 
 class ProgressBar:
@@ -29,11 +34,11 @@ class ProgressBar:
         self._name, self._total, self._start, self._done = name, total, done, done
         self._began = self._written = time.monotonic()
         self._stream = SafeStream(sys.stderr)
-        self._bar: tqdm[NoReturn] | None = None
+        self._bar: tqdm.std.tqdm[NoReturn] | None = None
         self._text: str | None = None  # of the last line
         self._show = show and sys.stderr is not None
-        if self._show and self._stream.isatty():
-            self._bar = tqdm(
+        if self._show and (in_notebook() or self._stream.isatty()):
+            self._bar = tqdm.auto.tqdm(
                 desc=name,
                 total=total,
                 initial=done,

@@ -199,7 +199,8 @@ def test_a_plugin_that_exits_is_no_success(tmp_path, capsys):
     assert not out.exists()
 
 
-OTHER_PROGRAMS = {"--nproc-per-node", "--version", "--head"}  # torchrun, a compiler, ray
+OTHER_PROGRAMS = {"--nproc-per-node", "--standalone", "--version", "--head"}
+"""Of torchrun, compilers and ray."""
 
 
 def test_every_option_that_a_message_names_is_one_of_a_command():

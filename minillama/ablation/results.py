@@ -12,7 +12,7 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from minillama.ablation.stage_plan import StagePlan, read_plan
 from minillama.config.ablation import load_ablation
 from minillama.config.loading import read_yaml
 from minillama.errors import ConfigError, RunFolderError
+from minillama.formatting import MISSING, format_number, html_table
 from minillama.training.metrics import read_metrics
 from minillama.training.stability import distance_to_collapse
 
@@ -168,6 +169,22 @@ class Results:
     def lrs_of(self, arm: str) -> tuple[float, ...]:
         """Return the learning rates of one arm, ascending."""
         return tuple(sorted(self.grid_arms[arm].lrs)) if arm in self.grid_arms else self.lrs
+
+    def _repr_html_(self) -> str:
+        """Show a notebook the mean loss over seeds of each arm at each learning rate."""
+        rows = [["loss, nats per token", *(f"{lr:g}" for lr in self.lrs), "cells"]]
+        for arm in self.arms:
+            runs = self.of_arm(arm)
+            row = [arm, *(self._cell([run for run in runs if run.lr == lr]) for lr in self.lrs)]
+            fates = Counter(run.fate for run in runs)
+            rows.append([*row, ", ".join(f"{n} {fate}" for fate, n in fates.items())])
+        return html_table(self.name, rows)
+
+    @staticmethod
+    def _cell(runs: Sequence[Run]) -> str:
+        losses = [run.figure("val_loss") for run in runs if run.has_loss]
+        shown = format_number(float(np.mean(losses))) if losses else MISSING
+        return f"{shown} ({len(losses)} of {len(runs)})" if len(losses) < len(runs) else shown
 
     def left_out_reasons(self) -> dict[str, int]:
         """Return why runs are left out, and how many for each reason, the first that applies."""

@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from minillama.config.run import FilesSource, format_by_ending
 from minillama.data.split import Piece, Pieces, Place

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from minillama import launch
 from minillama.data.shards import ShardFile, are_complete

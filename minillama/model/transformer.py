@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from minillama.arguments import check_type, whole_number
 from minillama.config import ModelConfig
 from minillama.config.placement import PLACEMENTS
+from minillama.formatting import html_table
 from minillama.model.attention import Attention, fused_attention
 from minillama.model.kernels import (
     IGNORED,
@@ -88,18 +89,27 @@ class Block(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """Add the output of both sub-layers to the residual stream."""
-        s, (alpha, a) = self.s, self._residual_scales(self.attention_step)
-        y_BTD = None if cache is not None or mask is not None else self._fused(x_BTD, rotation)
-        if y_BTD is None:
-            h = self.attention(_times(s, self.attention_input_norm(x_BTD)), rotation, cache, mask)
-            x_BTD = _times(alpha, x_BTD) + _times(a, self.attention_output_norm(h))
-            y_BTD = self.attention_residual_norm(x_BTD)
-        x_BTD, y_BTD = y_BTD, self._fused(y_BTD)
-        if y_BTD is None:
-            alpha, a = self._residual_scales(self.mlp_step)
-            h = self.mlp(_times(s, self.mlp_input_norm(x_BTD)))
-            x_BTD = _times(alpha, x_BTD) + _times(a, self.mlp_output_norm(h))
-            y_BTD = self.mlp_residual_norm(x_BTD)
+        return self._add_mlp(self._add_attention(x_BTD, rotation, cache, mask))
+
+    def _add_attention(
+        self, x_BTD: Tensor, rotation: Rotation, cache: KVCache | None, mask: Tensor | None
+    ) -> Tensor:
+        is_causal = cache is None and mask is None
+        if is_causal and (fused_BTD := self._fused(x_BTD, rotation)) is not None:
+            return fused_BTD
+        alpha, a = self._residual_scales(self.attention_step)
+        h = self.attention(_times(self.s, self.attention_input_norm(x_BTD)), rotation, cache, mask)
+        x_BTD = _times(alpha, x_BTD) + _times(a, self.attention_output_norm(h))
+        y_BTD: Tensor = self.attention_residual_norm(x_BTD)
+        return y_BTD
+
+    def _add_mlp(self, x_BTD: Tensor) -> Tensor:
+        if (fused_BTD := self._fused(x_BTD)) is not None:
+            return fused_BTD
+        alpha, a = self._residual_scales(self.mlp_step)
+        h = self.mlp(_times(self.s, self.mlp_input_norm(x_BTD)))
+        x_BTD = _times(alpha, x_BTD) + _times(a, self.mlp_output_norm(h))
+        y_BTD: Tensor = self.mlp_residual_norm(x_BTD)
         return y_BTD
 
     def _fused(self, x_BTD: Tensor, rotation: Rotation | None = None) -> Tensor | None:
@@ -236,6 +246,19 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.advance(n_tokens)
         return _times(self.logit_factor, self.final_norm(x_BTD))
+
+    def _repr_html_(self) -> str:
+        """Show a notebook the model's shape; ``print`` shows its modules."""
+        config, norm = self.config, self.config.norm
+        shown = {
+            "parameters": f"{sum(weight.numel() for weight in self.parameters()):,}",
+            "layers × width": f"{config.n_layers} × {config.dim}",
+            "heads": f"{config.n_heads}, of keys and values {config.n_kv_heads}",
+            "norm": f"{norm.kind}, placement {norm.placement}",
+            "vocabulary": f"{config.known_vocab_size:,}",
+            "positions": f"{config.max_seq_len:,}",
+        }
+        return html_table("Transformer", shown.items())
 
     def _check_layers(self, cache: KVCache) -> None:
         """Refuse blocks that were shared, copied or added so that two have one place in a cache."""

@@ -17,6 +17,7 @@ import minillama
 from minillama import launch
 from minillama.config import RunConfig
 from minillama.config.run import deciding_fields
+from minillama.formatting import MISSING, format_duration, format_number, html_table
 from minillama.plugins import plugin_source_hash
 from minillama.training.stability import (
     MIN_STEPS_FOR_PLATEAU,
@@ -133,6 +134,25 @@ class Progress:
         return True
 
 
+class Summary(dict[str, Any]):
+    """A run's summary, which a notebook shows as a small table."""
+
+    def _repr_html_(self) -> str:
+        shown = {
+            "fate": self["fate"] or "unfinished",
+            "validation loss": _shown(self["val_loss"], "nats per token"),
+            "bits per byte": _shown(self["val_bits_per_byte"]),
+            "parameters": f"{self['n_params']:,}",
+            "steps": f"{self['steps']:,}",
+            "time": format_duration(self["seconds"]),
+        }
+        return html_table(str(self["name"]), shown.items())
+
+
+def _shown(value: float | None, unit: str = "") -> str:
+    return MISSING if value is None else f"{format_number(value, 4)} {unit}".rstrip()
+
+
 def summarise(
     config: RunConfig,
     progress: Progress,
@@ -140,7 +160,7 @@ def summarise(
     *,
     fate: Fate | None,
     sample: str | None = None,
-) -> dict[str, Any]:
+) -> Summary:
     """Return the summary of a run; what is unknown or not finite is None.
 
     Args:
@@ -176,25 +196,29 @@ def summarise(
             else None
         ),
     }
-    return {
-        "name": config.name,
-        "fate": fate,
-        "finished": ended,
-        "still_falling": progress.still_falling if ended else None,
-        **{name: _finite(value) for name, value in numbers.items()},
-        **facts,
-        "seed": config.train.seed,
-        "config_hash": hash_config(config),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "minillama": minillama.__version__,
-        },
-        "threads": torch.get_num_threads(),
-        "machine": f"{platform.platform()}, {os.cpu_count()} cores",
-        "sample": sample,
-        "command": launch.command("train", f"{out_dir}/config.yaml", f"out_dir={out_dir}-again"),
-    }
+    return Summary(
+        {
+            "name": config.name,
+            "fate": fate,
+            "finished": ended,
+            "still_falling": progress.still_falling if ended else None,
+            **{name: _finite(value) for name, value in numbers.items()},
+            **facts,
+            "seed": config.train.seed,
+            "config_hash": hash_config(config),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "minillama": minillama.__version__,
+            },
+            "threads": torch.get_num_threads(),
+            "machine": f"{platform.platform()}, {os.cpu_count()} cores",
+            "sample": sample,
+            "command": launch.command(
+                "train", f"{out_dir}/config.yaml", f"out_dir={out_dir}-again"
+            ),
+        }
+    )
 
 
 def hash_config(config: RunConfig) -> str:
