@@ -93,5 +93,5 @@ def _inherit(config: RunConfig, init_from: str, where: str) -> RunConfig:
 
 
 def _set_fields(section: Any) -> dict[str, Any]:
-    """Return the fields of a section that were set, not filled in."""
-    return {name: getattr(section, name) for name in section.model_fields_set}
+    """Return the fields of a section that were set, not filled in, as plain values."""
+    return {n: v for n, v in section.model_dump().items() if n in section.model_fields_set}

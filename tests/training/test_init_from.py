@@ -44,7 +44,18 @@ def parent(write, tmp_path):
     return tmp_path / "parent"
 
 
-def test_model_and_tokenizer_come_from_the_checkpoint(parent, write):
+@pytest.mark.parametrize(
+    "nested",
+    [
+        {},
+        {"parametrization": "mup", "mup": {"base_dim": 16, "base_n_layers": 1}},
+        {"rope_scaling": {"kind": "linear", "factor": 2.0}},
+    ],
+    ids=["plain", "mup", "rope_scaling"],
+)
+def test_model_and_tokenizer_come_from_the_checkpoint(nested, write, tmp_path):
+    train(write(f"model: {MODEL | nested}\ntokenizer: {{kind: byte}}\n", "parent"), progress=False)
+    parent = tmp_path / "parent"
     config = write(f"init_from: {parent}\n", "child")
     saved = load_checkpoint(parent)[2]
     assert config.model == saved.model

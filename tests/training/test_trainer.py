@@ -534,7 +534,7 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before_whole(tiny, before_st
 def test_a_folder_that_vanishes_is_an_error(tiny, before_step):
     config = tiny()
     before_step(3, lambda: shutil.rmtree(config.out_dir))
-    with pytest.raises(RunFolderError, match="No such file"):
+    with pytest.raises(RunFolderError, match="was removed, moved or replaced"):
         run(config)
 
 
